@@ -11,12 +11,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetrainers.config.arguments import path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import load_config
 from finetrainers.utils.progress import Meter
 from finetrainers.utils.text import duration, file_size
-
-from .options import path_argument
 
 if TYPE_CHECKING:
     from finetrainers.data.cache.maintenance import CacheMaintenance

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from finetrainers.config.arguments import ArgumentParser
+from finetrainers.config.arguments import ArgumentParser, path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils import exit_codes
@@ -18,7 +18,7 @@ from finetrainers.utils.launch import print_error
 from finetrainers.utils.progress import Stages
 from finetrainers.utils.text import plural, printable
 
-from .options import path_argument, positive_integer, read_run_config
+from .options import positive_integer, read_run_config
 
 _MAX_REASONS = 30  # printed in full on the terminal
 _MAX_LEAST_USED = 5

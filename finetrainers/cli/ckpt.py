@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from finetrainers.config.arguments import path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.rundir.best import best_checkpoint
 from finetrainers.rundir.find import checkpoints_dir, scan_checkpoints
@@ -17,7 +18,6 @@ from finetrainers.utils.headers import open_tensors
 from finetrainers.utils.reading import read_json_object
 from finetrainers.utils.text import duration, file_size
 
-from .options import path_argument
 from .overview import described
 
 #: Note on a checkpoint that `finetrainers sync` has copied.

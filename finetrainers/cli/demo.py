@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from finetrainers.config.arguments import path_argument
 from finetrainers.config.errors import Problem
 from finetrainers.utils.addresses import resolve
 from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.packaged import model_path
 from finetrainers.utils.text import nearest
 
-from .options import path_argument, positive_integer
+from .options import positive_integer
 from .overview import described
 
 _WORLD = (

@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetrainers.config.arguments import command_text, path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.flags import parse_flags
 from finetrainers.utils import exit_codes
@@ -23,7 +24,7 @@ from finetrainers.utils.process_state import planning
 from finetrainers.utils.text import plural
 
 from .estimate import checked_sizes
-from .options import make_number_type, path_argument
+from .options import make_number_type
 from .overview import described
 from .sync import seconds
 
@@ -77,7 +78,9 @@ def add_doctor(commands: Any) -> None:
         help=f"size of the file to write and read; 0 skips the measurement [{_DISK_MIB}]",
     )
     doctor.add_argument("--python", metavar="PATH", help="interpreter on the other machines [the path of this one]")
-    doctor.add_argument("--rsh", metavar="COMMAND", help="command that connects to them [ssh -o BatchMode=yes ...]")
+    doctor.add_argument(
+        "--rsh", type=command_text, metavar="COMMAND", help="command that connects to them [ssh -o BatchMode=yes ...]"
+    )
     doctor.add_argument(
         "--timeout",
         type=seconds,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from finetrainers.config.arguments import ArgumentParser
+from finetrainers.config.arguments import ArgumentParser, make_argument_type, path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.target import planned_gpu, target_device
@@ -23,7 +23,7 @@ from finetrainers.utils.process_state import planning
 from finetrainers.utils.progress import working
 from finetrainers.utils.text import plural
 
-from .options import make_argument_type, path_argument, positive_integer, read_run_config
+from .options import positive_integer, read_run_config
 
 if TYPE_CHECKING:
     from finetrainers.plan.preflight import ResolvedRun

@@ -6,12 +6,12 @@ import argparse
 import math
 from typing import Any
 
+from finetrainers.config.arguments import path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.models.files.lora_names import FORMATS
 from finetrainers.utils import exit_codes
 from finetrainers.utils.files import folder_problem
 
-from .options import path_argument
 from .overview import described
 
 _MORE = """A LoRA is written as diffusers, comfyui, kohya or peft, or added to the model's weights (merged). A full

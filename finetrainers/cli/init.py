@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from finetrainers.config.arguments import make_argument_type, path_argument
 from finetrainers.config.errors import Problem
 from finetrainers.utils import exit_codes
 from finetrainers.utils.files import folder_problem, write_text_atomic
@@ -16,7 +17,6 @@ from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.progress import Stages, working
 from finetrainers.utils.text import plural, printable
 
-from .options import make_argument_type, path_argument
 from .overview import described
 
 _MORE = """Asks for what no flag answers, or takes defaults with --yes and where the input is not a terminal. Reads the

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetrainers.config.arguments import ArgumentParser
+from finetrainers.config.arguments import ArgumentParser, path_argument
 from finetrainers.config.errors import CONFIGURATION, ConfigError, Problem
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.help import PREPARE, TRAIN
@@ -41,7 +41,6 @@ from .estimate import estimate_command
 from .estimate import own_options as estimate_options
 from .export import add_export
 from .init import add_init
-from .options import path_argument
 from .overview import CommandParser, described, unknown_command
 from .plot import add_plot
 from .report import add_report

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from finetrainers.config.arguments import path_argument
 from finetrainers.config.errors import ConfigError, Problem
 
-from .options import path_argument
 from .overview import described
 
 _MAX_ROLLOUTS = 6  # in one image

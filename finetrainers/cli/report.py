@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from finetrainers.config.arguments import path_argument
 from finetrainers.config.errors import Problem
 from finetrainers.utils import exit_codes
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.text import file_size
 
-from .options import path_argument
 from .overview import described
 from .sync import seconds
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import signal
 import sys
 import tempfile
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import IO, Any
 
-from finetrainers.config.arguments import ArgumentParser
+from finetrainers.config.arguments import ArgumentParser, command_argument, path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.flags import read_flags
 from finetrainers.config.stages import Stage, read_stages
@@ -24,7 +23,6 @@ from finetrainers.utils.progress import working
 from finetrainers.utils.text import nearest, plural
 
 from .estimate import planned_environment
-from .options import path_argument
 
 #: Takes arguments, and returns an exit code.
 _Command = Callable[[Sequence[str]], int]
@@ -80,7 +78,7 @@ def own_options() -> ArgumentParser:
     launcher_help = (
         "command that starts a stage on several GPUs; it ends with the program, and receives the stage's options"
     )
-    parser.add_argument("--launcher", type=shlex.split, default=[], metavar="COMMAND", help=launcher_help)
+    parser.add_argument("--launcher", type=command_argument, default=[], metavar="COMMAND", help=launcher_help)
     return parser
 
 

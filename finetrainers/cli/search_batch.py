@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetrainers.config.arguments import ArgumentParser
+from finetrainers.config.arguments import ArgumentParser, make_argument_type, path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.values import check_gpu
@@ -24,7 +24,7 @@ from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.process_state import environment_restored, planning
 
 from .estimate import add_launcher_options, checked_sizes, planned_environment, planned_for
-from .options import make_argument_type, path_argument, positive_integer, read_run_config
+from .options import positive_integer, read_run_config
 
 if TYPE_CHECKING:
     from finetrainers.plan.preflight import ResolvedRun

@@ -9,11 +9,11 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from finetrainers.config.arguments import command_text, path_argument
 from finetrainers.utils import exit_codes
 from finetrainers.utils.launch import print_error
 from finetrainers.utils.text import duration, quoted
 
-from .options import path_argument
 from .overview import described
 
 if TYPE_CHECKING:
@@ -48,7 +48,12 @@ def add_sync(commands: Any) -> None:
         action="store_true",
         help="delete checkpoints at the target that the run has deleted, except the best",
     )
-    sync.add_argument("--rsh", metavar="COMMAND", help="command that rsync connects with [ssh -o BatchMode=yes ...]")
+    sync.add_argument(
+        "--rsh",
+        type=command_text,
+        metavar="COMMAND",
+        help="command that rsync connects with [ssh -o BatchMode=yes ...]",
+    )
     sync.set_defaults(run=_sync, check=lambda arguments: _build_sync(arguments).problems())
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from finetrainers.config.base import expand_home
+from finetrainers.config.base import read_path
 from finetrainers.config.errors import Problem
 from finetrainers.config.given import RawOptions
 from finetrainers.config.load import file_source
@@ -97,8 +97,8 @@ def find_target(name_or_path: str, *, use_ema: bool = True) -> Target:
         ValueError: nothing to sample with.
         ConfigError: the options of the run cannot be read.
     """
-    path = Path(expand_home(name_or_path))
-    if name_or_path.startswith(SCHEME) or not path.exists():
+    path = Path(name_or_path) if name_or_path.startswith(SCHEME) else read_path(name_or_path)
+    if not path.exists():
         return _model(name_or_path, path)
     if path.is_dir():
         if (path / MANIFEST).is_file() or (path / "state.json").is_file():

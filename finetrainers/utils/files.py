@@ -135,8 +135,8 @@ def missing_path_problem(path: Path, *, folder: bool = False) -> str:
 
     It is a clause for a message that begins with the option and the path.
     """
-    if not folder and path.is_dir():
-        return "is a directory, not a file"
+    if not folder and path.exists():
+        return not_a_file(path.stat().st_mode) or "cannot be read"
     if folder and path.exists():
         return f"is a file, not a directory; use the directory that contains it, {quoted(str(path.parent))}"
     if os.sep == "/" and re.match(r"[A-Za-z]:[\\/]", text := str(path)):

@@ -244,13 +244,15 @@ def parse_yaml(text: str) -> Any:
         depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
-                raise ValueError("aliases (*name) are not supported; write the values out")
+                raise yaml.YAMLError("aliases (*name) are not supported; write the values out")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:
-                raise ValueError(_TOO_DEEP)
+                raise yaml.YAMLError(_TOO_DEEP)
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
+    except ValueError as error:  # a number or a date
+        raise ValueError(_TOO_LONG if _LONG_NUMBER.search(text) else str(error)) from None
     if _has_long_number(value):
         raise ValueError(_TOO_LONG)
     return value

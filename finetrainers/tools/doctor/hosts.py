@@ -20,7 +20,7 @@ from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.utils.reading import parse_json, read_text
-from finetrainers.utils.text import printable, quoted
+from finetrainers.utils.text import printable, quoted, shortened
 
 from ..sync import login_problem
 
@@ -82,9 +82,11 @@ def read_hosts(path: Path) -> list[Node]:
         settings = dict(assignment.partition("=")[::2] for assignment in assignments)
         slots, where = settings.get("slots", ""), f"{path}:{line_number}"
         if host.startswith("-") or "=" in host:
-            problems.append(Problem(where, f"{quoted(host)} is not a host name"))
+            problems.append(Problem(where, f"{shortened(quoted(host))} is not a host name"))
         elif settings.keys() - {"slots", "max_slots", "max-slots"} or not _SLOTS.fullmatch(settings.get("slots", "1")):
-            problems.append(Problem(where, f"cannot parse {quoted(line.strip())}; write `host` or `host slots=8`"))
+            problems.append(
+                Problem(where, f"cannot parse {shortened(quoted(line.strip()))}; write `host` or `host slots=8`")
+            )
         elif host in nodes:
             problems.append(Problem(where, f"duplicate host {host}", "duplicate"))
         nodes[host] = Node(host, int(slots) if _SLOTS.fullmatch(slots) else None)
