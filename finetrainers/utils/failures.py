@@ -77,6 +77,8 @@ def user_message(error: BaseException) -> str | None:
     text = str(error)
     if isinstance(error, OSError) and error.strerror and not isinstance(error, FileError):
         text = error.strerror + (f": {error.filename}" if error.filename else "")
+    if isinstance(error, OSError) and error.errno == errno.EROFS:
+        return f"{text}; use a directory on a disk that can be written"
     if "free up space" in text.lower():
         return text  # it has the remedy already
     return f"{text}. Earlier checkpoints are intact: free up space, and continue with --resume_from_checkpoint latest"

@@ -24,11 +24,15 @@ def write_text_atomic(path: Path, text: str | Iterable[str], *, errors: str = "s
     """Write `text`, or its parts, under a temporary name, flush it to disk, and rename it to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8", errors=errors) as file:
-        file.writelines([text] if isinstance(text, str) else text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with open(temporary, "w", encoding="utf-8", errors=errors) as file:
+            file.writelines([text] if isinstance(text, str) else text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:  # a full disk
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
