@@ -44,7 +44,7 @@ class VideoLimits:
 
     def takes(self, path: Path) -> bool:
         """Return whether a file may be on the page."""
-        return self.count > 0 and (not self.own_size or path.stat().st_size <= self.SMALL)
+        return self.count > 0 and path.is_file() and (not self.own_size or path.stat().st_size <= self.SMALL)
 
 
 @dataclass(frozen=True)
