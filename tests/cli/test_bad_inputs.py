@@ -111,7 +111,7 @@ def test_launcher_files(odd: Path) -> None:
 SIZES = ("9x00x64", "9x-64x64", f"9x{LONG}x64", "0x64x64", "9x\u0666\u0664x64", "9x64.5x64", "")
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES, ids=[size[:9] or "empty" for size in SIZES])
 def test_sizes_have_one_parser(odd: Path, size: str) -> None:
     Path("a.toml").write_text(f'[[prompts]]\nprompt = "a"\nsize = "{size}"\n', encoding="utf-8")
     Path("d.toml").write_text(
