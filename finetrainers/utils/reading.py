@@ -263,7 +263,7 @@ def expect(value: Any, kind: type[T], name: str) -> T:
     """Check the type of a value from outside, and return the value; `float` stands for any number.
 
     Raises:
-        InputError: it has another one; the message begins with `name`.
+        InputError: it has another type; the message begins with `name`.
     """
     kinds: Any = (int, float) if kind is float else kind
     if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
