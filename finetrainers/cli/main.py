@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetrainers.config.arguments import ArgumentParser
+from finetrainers.config.arguments import ArgumentParser, path_argument
 from finetrainers.config.errors import CONFIGURATION, ConfigError, Problem
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.help import PREPARE, TRAIN
@@ -24,7 +24,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.utils import exit_codes
 from finetrainers.utils.device import use_expandable_segments
 from finetrainers.utils.exit_in_time import exit_in_time
-from finetrainers.utils.failures import user_message
+from finetrainers.utils.failures import InputError, user_message
 from finetrainers.utils.launch import launch_problems, launched_rank, print_error, print_refusal
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 from finetrainers.utils.process_state import gc_paused, planning
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not _say_failure(error):
             raise
-        return exit_codes.FAILED
+        return exit_codes.CONFIGURATION if isinstance(error, InputError) else exit_codes.FAILED
 
 
 def _while_read(command: Callable[[], int], *, default: int) -> int:
@@ -177,7 +177,7 @@ def _run_unparsed(command: str, argv: Sequence[str]) -> int:
     except Exception as error:
         if not _say_failure(error):
             raise
-        return exit_codes.FAILED
+        return exit_codes.CONFIGURATION if isinstance(error, InputError) else exit_codes.FAILED
 
 
 def prepare_command(argv: Sequence[str]) -> int:
@@ -370,7 +370,7 @@ def _add_models(commands: Any) -> None:
     tiny = commands.add_parser("tiny", **described(about, "tiny FAMILY tiny-model", training))
     tiny.add_argument("family", help="name from `finetrainers models`")
     tiny.add_argument(
-        "directory", type=Path, help="new or empty directory, where the model is written in diffusers layout"
+        "directory", type=path_argument, help="new or empty directory, where the model is written in diffusers layout"
     )
     tiny.add_argument("--version", help="checkpoint of the family that it is modeled on [the first]")
     tiny.add_argument("--seed", type=int, default=0, help="seed; equal seeds give equal weights [0]")

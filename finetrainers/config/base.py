@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -94,4 +95,20 @@ def expand_home(path: str) -> str:
             f"is too long for a path: at most {_NAME_BYTES} bytes per name and {_PATH_BYTES} in all, got {longest} "
             f"and {len(path.encode('utf-8'))}"
         )
+    try:
+        Path(path).stat()
+    except OSError as error:  # most do not exist yet
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{path} is a symbolic link that leads back to itself; remove it") from None
     return path
+
+
+def read_path(text: str) -> Path:
+    """Return the path of an argument, with `~` expanded.
+
+    Raises:
+        ValueError: it is empty, or no file can have this path.
+    """
+    if not text.strip():
+        raise ValueError("must not be empty; use . for the working directory")
+    return Path(expand_home(text))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetrainers.utils.packaged import SHARED, recipes
+from finetrainers.utils.reading import read_text
 
 from .errors import ConfigError, Problem
 from .methods import METHODS
@@ -141,7 +142,7 @@ def _recipes_text() -> str:
     width, columns = max(map(len, recipes()), default=0) + 2, shutil.get_terminal_size().columns
     lines = []
     for name, path in recipes().items():
-        head = path.read_text(encoding="utf-8").partition("\n\n")[0].replace("\n#", "").removeprefix("# ")
+        head = read_text(path).partition("\n\n")[0].replace("\n#", "").removeprefix("# ")
         title = f"  {name:<{width}}{re.split(r'[.](?= |$)', head, maxsplit=1)[0]}"
         lines.append(textwrap.fill(title, columns, subsequent_indent=" " * (width + 2)))
     return "\n".join([

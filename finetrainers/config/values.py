@@ -16,12 +16,12 @@ from .base import expand_home
 
 #: Bounds of sizes: an hour of 24 frames per second, and a side that no video has. Arithmetic with sizes stays exact.
 MAX_FRAMES, MAX_SIDE = 100_000, 32_768
-_BUCKET = re.compile(r"^(\d+)x(\d+)x(\d+)$")
-_IMAGE_BUCKET = re.compile(r"^(\d+)x(\d+)$")
+_BUCKET = re.compile(r"^([0-9]+)x([0-9]+)x([0-9]+)$")
+_IMAGE_BUCKET = re.compile(r"^([0-9]+)x([0-9]+)$")
 _PART = re.compile(
     r"(?P<name>\w+)=(?P<place>.*?)(?:,(?P<dtype>fp32|bf16|fp16|float8_e4m3fn|float8_e5m2))?", flags=re.ASCII
 )
-_RESOLUTION = re.compile(r"^(\d+)(?:x(\d+))?$")
+_RESOLUTION = re.compile(r"^([0-9]+)(?:x([0-9]+))?$")
 
 
 def _sizes(pattern: re.Pattern[str], form: str) -> Callable[[Any], Any]:

@@ -16,8 +16,8 @@ from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import TrainingSet
 from finetrainers.rundir.find import read_state
 from finetrainers.rundir.manifest import read_manifest
-from finetrainers.utils.files import read_jsonl
 from finetrainers.utils.launch import launched_processes
+from finetrainers.utils.reading import read_jsonl
 from finetrainers.utils.text import listed
 
 from .initial_weights import InitialWeights

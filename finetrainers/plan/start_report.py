@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import sys
@@ -18,6 +17,7 @@ from finetrainers.config.root import TrainConfig, fields
 from finetrainers.utils.device import allocator_settings, likely_device_type
 from finetrainers.utils.launch import launched_rank, wrap_prose
 from finetrainers.utils.phases import PHASES, label
+from finetrainers.utils.reading import parse_json
 from finetrainers.utils.text import file_size, plural, shortened
 from finetrainers.utils.train_log import PrintedLines
 
@@ -131,7 +131,7 @@ def print_remarks(checked: ResolvedRun) -> None:
 
 def print_warnings(warnings: Iterable[str]) -> None:
     """Print one line for each warning, except those in `SKIPPED_WARNINGS`."""
-    skipped = json.loads(os.environ.get(SKIPPED_WARNINGS, "[]"))
+    skipped = parse_json(os.environ.get(SKIPPED_WARNINGS, "[]"))
     for warning in warnings:
         if warning not in skipped:
             print_line(f"warning: {warning}")

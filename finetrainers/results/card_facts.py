@@ -21,9 +21,9 @@ from finetrainers.rundir.run_dir import package_versions
 from finetrainers.training.callbacks.samples import video_sheet
 from finetrainers.training.sampling import sample_seed
 from finetrainers.training.state import TrainState
-from finetrainers.utils.files import read_jsonl
 from finetrainers.utils.packaged import SCHEME
 from finetrainers.utils.phases import PHASES, TRAINING_STEP, label
+from finetrainers.utils.reading import read_jsonl
 from finetrainers.utils.text import duration
 from finetrainers.utils.versions import __version__
 

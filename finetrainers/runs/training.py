@@ -18,9 +18,9 @@ from finetrainers.plan.start_report import print_line
 from finetrainers.training.callbacks.base import Callback, check_callbacks
 from finetrainers.utils.device import use_expandable_segments
 from finetrainers.utils.failures import InputError
-from finetrainers.utils.files import read_jsonl
 from finetrainers.utils.logs import quiet_libraries
 from finetrainers.utils.process_state import environment_restored, host_group_problem, restored
+from finetrainers.utils.reading import read_jsonl
 
 
 @dataclass(frozen=True)

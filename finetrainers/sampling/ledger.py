@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.training.sampling import sample_seed
-from finetrainers.utils.files import append_jsonl, read_jsonl
+from finetrainers.utils.files import append_jsonl
+from finetrainers.utils.reading import read_jsonl
 
 from .plan import Sample, SamplePlan
 

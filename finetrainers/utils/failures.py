@@ -40,6 +40,23 @@ class InputError(ValueError):
         self.kind = kind
 
 
+class FileError(OSError, InputError):
+    """A file that cannot be used; an OSError, too, so that callers handle it like one of the system."""
+
+    def __init__(self, message: str, kind: Kind = "unreadable", cause: OSError | None = None) -> None:
+        """Args: the message, its kind, and the system's error if there was one."""
+        OSError.__init__(self, message)
+        self.kind = kind
+        self.errno, self.strerror = (None, None) if cause is None else (cause.errno, cause.strerror)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class MissingFileError(FileError, FileNotFoundError):
+    """A file that does not exist."""
+
+
 def error_kind(error: BaseException) -> Kind:
     """Return the kind of problem that an error reports; `invalid` unless it has another."""
     return cast(Kind, getattr(error, "kind", "invalid"))
@@ -49,6 +66,8 @@ def user_message(error: BaseException) -> str | None:
     """Return the sentence that a command prints for an expected error, or None for errors that need a traceback."""
     if isinstance(error, ExpectedError):
         return str(error)
+    if isinstance(error, InputError) and getattr(error, "errno", None) not in _DISK_ERRORS:
+        return str(error)
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _CONNECTIONS):
         return _lost_connection(str(error))
     is_disk_error = isinstance(error, OSError) and error.errno in _DISK_ERRORS
@@ -56,8 +75,10 @@ def user_message(error: BaseException) -> str | None:
     if not is_disk_error and _FULL not in str(error):
         return None
     text = str(error)
-    if isinstance(error, OSError) and error.strerror:
+    if isinstance(error, OSError) and error.strerror and not isinstance(error, FileError):
         text = error.strerror + (f": {error.filename}" if error.filename else "")
+    if isinstance(error, OSError) and error.errno == errno.EROFS:
+        return f"{text}; use a directory on a disk that can be written"
     if "free up space" in text.lower():
         return text  # it has the remedy already
     return f"{text}. Earlier checkpoints are intact: free up space, and continue with --resume_from_checkpoint latest"

@@ -21,6 +21,7 @@ from finetrainers.utils.device import meta_device
 from finetrainers.utils.failures import Kind
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.launch import launched_local_rank
+from finetrainers.utils.reading import read_json_object
 from finetrainers.utils.text import plural
 
 from .files import (
@@ -29,7 +30,6 @@ from .files import (
     folder_on_disk,
     frozen_dtype,
     part_config,
-    read_json,
     replacement_source,
     single_file,
     source_option,
@@ -84,7 +84,7 @@ def network_problems(config: ModelSection, networks: Mapping[str, Any]) -> tuple
         if folder is None:
             continue
         shapes = stored_header(folder, part, None if replacement_source(config, part) else config.variant)[0].shapes
-        settings = read_json(folder / "config.json")
+        settings = read_json_object(folder / "config.json")
         if not shapes or "quantization_config" in settings:  # not downloaded; stored in shapes of the quantizer's
             continue
         where = source_option(config, part)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetrainers.utils.files import append_jsonl, read_jsonl
+from finetrainers.utils.files import append_jsonl
+from finetrainers.utils.reading import read_jsonl
 
 from ..plan import Sample, Variant
 from ..weights import Weights
