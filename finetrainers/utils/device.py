@@ -77,7 +77,7 @@ def device_problem() -> str | None:
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return a tensor on a device; from the host to CUDA through page-locked memory, without waiting for the GPU."""
-    if tensor.device.type != "cpu" or not str(device).startswith("cuda"):
+    """Return a tensor on a device; from the host to a GPU through page-locked memory, without waiting for the GPU."""
+    if tensor.device.type != "cpu" or str(device) == "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
