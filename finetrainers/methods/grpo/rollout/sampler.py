@@ -213,7 +213,9 @@ class Sampler:
             if len(rows) and gradients is None:
                 # Over the whole batch, as in replay: sums over fewer rows may run in another order.
                 log_old = log_density(after, mean, now.std.clamp_min(torch.finfo(torch.float32).tiny))
-                stored.append((rows.tolist(), self._replay_tensors(to_device(rows, self.device), x, after, log_old, mean)))
+                stored.append(
+                    (rows.tolist(), self._replay_tensors(to_device(rows, self.device), x, after, log_old, mean))
+                )
             x = after
         return x, _group_by_clip(stored, trained)
 
