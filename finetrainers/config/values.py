@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
@@ -72,6 +72,13 @@ def _parse_resolution(value: Any) -> Any:
     return sides * 2 if isinstance(sides, tuple) and len(sides) == 1 else sides
 
 
+class Steps(NamedTuple):
+    """The first and the last of consecutive steps."""
+
+    first: int
+    last: int
+
+
 def _parse_steps(value: Any) -> Any:
     """Return `"3:5"`, or `3` for one step, as the first and the last step; pairs pass through."""
     if isinstance(value, (str, int)) and not isinstance(value, bool):
@@ -82,10 +89,10 @@ def _parse_steps(value: Any) -> Any:
     return value
 
 
-def _check_steps(steps: tuple[int, int]) -> tuple[int, int]:
+def _check_steps(steps: Steps) -> Steps:
     """Return a range of steps, or raise ValueError if it is empty."""
-    if not 1 <= steps[0] <= steps[1]:
-        raise ValueError(f"must be two ascending steps from 1, got {steps[0]}:{steps[1]}")
+    if not 1 <= steps.first <= steps.last:
+        raise ValueError(f"must be two ascending steps from 1, got {steps.first}:{steps.last}")
     return steps
 
 
@@ -258,12 +265,12 @@ Resolution = Annotated[
     PlainSerializer(_resolution_text, return_type=str),
     WithJsonSchema({"type": ["string", "integer"], "pattern": _RESOLUTION.pattern}),
 ]
-#: The first and the last of consecutive optimizer steps.
+#: Consecutive optimizer steps.
 StepRange = Annotated[
-    tuple[int, int],
+    Steps,
     BeforeValidator(_parse_steps),
     AfterValidator(_check_steps),
-    PlainSerializer(lambda steps: f"{steps[0]}:{steps[1]}", return_type=str),
+    PlainSerializer(lambda steps: f"{steps.first}:{steps.last}", return_type=str),
     WithJsonSchema({"type": ["string", "integer"], "pattern": _STEPS.pattern}),
 ]
 #: A further medium of clips, and its column.

@@ -20,7 +20,6 @@ from finetrainers.rundir.run_dir import RunDirectory
 from finetrainers.training.callbacks.profile import StepProfile
 from finetrainers.training.guards.memory import OutOfMemory
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:CUDA is not available, disabling CUDA profiling")
 
 
