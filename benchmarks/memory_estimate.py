@@ -25,7 +25,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,7 +39,9 @@ from count_zero import count_zero  # noqa: E402
 from published_networks import NETWORKS  # noqa: E402
 
 from finetrainers.cli.estimate import checked_sizes, estimate_command, planned_for  # noqa: E402
+from finetrainers.config.given import RawOptions  # noqa: E402
 from finetrainers.config.load import load_config  # noqa: E402
+from finetrainers.config.stages import read_stages  # noqa: E402
 from finetrainers.memory.advice import Outcome  # noqa: E402
 from finetrainers.memory.count import StepShape, count_step  # noqa: E402
 from finetrainers.memory.estimate import GIB, estimate_for  # noqa: E402
@@ -50,7 +52,10 @@ from finetrainers.memory.network_weights import NetworkWeights  # noqa: E402
 from finetrainers.models.registry import get_family  # noqa: E402
 from finetrainers.parallel.sharding import expected_split  # noqa: E402
 from finetrainers.parallel.zero import complete_settings, make_plugin, split_weights  # noqa: E402
+from finetrainers.plan.automatic import within_budget  # noqa: E402
 from finetrainers.plan.memory_plan import RunMemory  # noqa: E402
+from finetrainers.plan.preflight import preflight  # noqa: E402
+from finetrainers.plan.sizes_plan import plan_sizes  # noqa: E402
 from finetrainers.plan.trainable import make_trainable  # noqa: E402
 from finetrainers.utils.gpus import read_gpu  # noqa: E402
 from finetrainers.utils.phases import ENCODING_TEXT, TRAINING_STEP, label  # noqa: E402
@@ -238,11 +243,12 @@ def write_table(page: Path, name: str, table: str) -> None:
 
 
 def recipes() -> Iterator[Path]:
-    """The training files below examples/ that have one command; recipes for several engines tell their memory in
-    words."""
+    """The training files below examples/ that have one command, and the stage files for one GPU; recipes for several
+    engines tell their memory in words."""
     for path in sorted((ROOT / "examples").glob("*/*.toml")):
         if len(_commands(path)) == 1:
             yield path
+    yield from sorted((ROOT / "examples").glob("*/*/stages.toml"))
 
 
 def _commands(recipe: Path) -> list[list[str]]:
@@ -269,13 +275,32 @@ def planned_peak(recipe: Path) -> str:
     return f"{line}{rest} (finetrainers estimate)."
 
 
+def planned_stages(recipe: Path) -> list[str]:
+    """A line for each stage with the GPU and host memory that it is planned to take on the machine of the head."""
+    head = recipe.read_text(encoding="ascii")
+    gpu, host = (float(re.search(r"# GPU: (\d+) GB, and (\d+) GB", head)[n]) for n in (1, 2))
+    lines = []
+    for stage in read_stages(recipe, RawOptions()):
+        run, _ = checked_sizes(planned_for(stage.config, f"{gpu:g}GB"))
+        run = within_budget(run, partial(preflight, preparing=True, weights=False, planner=plan_sizes), host_gib=host)
+        memory = RunMemory(run, host_gib=host)
+        plan = memory.choose().plan
+        assert memory.fits(plan, read_gpu(f"{gpu:g}GB").gib), recipe
+        lines.append(
+            f"# Planned peak of {stage.name}: {with_reserve(plan.peak) / GIB:.1f} GiB in the phase "
+            f"{label(plan.peak_phase)}, {plan.machine_bytes / GIB:.1f} GiB of host memory."
+        )
+    return lines
+
+
 def with_planned_peak(recipe: Path) -> str:
     """The text of a recipe, with that line before the lines of its command."""
     lines = [line for line in recipe.read_text(encoding="ascii").splitlines() if not line.startswith("# Planned peak")]
     command = next(
         number for number, line in enumerate(lines) if line.startswith(("#   finetrainers", "#   accelerate"))
     )
-    return "\n".join([*lines[: command - 1], planned_peak(recipe), *lines[command - 1 :]]) + "\n"
+    planned = planned_stages(recipe) if recipe.name == "stages.toml" else [planned_peak(recipe)]
+    return "\n".join([*lines[: command - 1], *planned, *lines[command - 1 :]]) + "\n"
 
 
 def errors() -> Iterator[str]:
@@ -386,9 +411,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if own.recipes:
         for path in recipes():
             text = with_planned_peak(path)
-            print(
-                path.relative_to(ROOT), next(line for line in text.splitlines() if "Planned peak" in line), sep="\n  "
-            )
+            print(path.relative_to(ROOT), *(line for line in text.splitlines() if "Planned peak" in line), sep="\n  ")
             if own.write:
                 path.write_text(text, encoding="ascii")
         return 0

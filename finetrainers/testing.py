@@ -26,13 +26,16 @@ __all__ = ["same_calls"]
 
 _PROMPTS = ("a red ball", "a blue square moves slowly to the left over the dark sea at night")
 _STEPS, _GUIDANCE, _SEED = 3, 3.0, 5
+#: Difference of a time that a scheduler tells in whole thousandths, and of a step to it.
+_FLOORED = 4e-3
 
 
 def same_calls(spec: ModelSpec, pipeline: Any, *, tolerance: float = 1e-5) -> list[str]:
     """Compare a family with the pipeline of the same checkpoint, in fp32 on the CPU; return the names of what is equal.
 
-    Compared are text conditioning, the arguments and outputs of the network at the times of several steps (with two
-    experts, of both; from an image, where the checkpoint can start from one), decoded videos, and complete samples.
+    Compared are text conditioning, the times of several steps, the arguments and outputs of the network at them (with
+    two experts, of both; from an image, where the checkpoint can start from one), the first step along the prediction
+    of a flow-matching model, decoded videos, and complete samples.
 
     Args:
         spec: the family's spec of the checkpoint, with all dtypes fp32.
@@ -61,12 +64,14 @@ class _Calls:
         outputs: prediction of each call.
         noises: tensors that the pipeline has drawn, in its own order of axes.
         times: the scheduler's timestep of each step.
+        stepped: sample after each step, in the pipeline's own order of axes.
     """
 
     arguments: list[dict[str, Any]] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     noises: list[Tensor] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    stepped: list[Tensor] = field(default_factory=list)
 
 
 class _Checkpoint:
@@ -95,9 +100,14 @@ class _Checkpoint:
             self._check(f"{name} of a batch{suffix}", tensor, torch.cat([row[name] for row in single]))
         calls, frames = self._run_pipeline(with_image=with_image)
         x, meta, trained = self._noisy_input(calls.noises[0], with_image=with_image)
-        scale = self.pipelines[with_image].scheduler.config.num_train_timesteps if self.spec.facts.is_flow else 1
-        for step, time in enumerate(calls.times):
-            self._compare_call(f"step {step}{suffix}", calls, step, (x, meta, single[0], trained, time / scale))
+        times = self._process_times(calls.times, with_image=with_image)
+        for step, time in enumerate(times):
+            prediction = self._compare_call(f"step {step}{suffix}", calls, step, (x, meta, single[0], trained, time))
+            if step == 0 and self.spec.facts.is_flow and trained is None:
+                # Every solver begins with a straight line. Pipelines that pack latents order them otherwise.
+                straight = x + (times[1] - time) * prediction
+                ordered = [tensor.float().flatten().sort().values for tensor in (straight, calls.stepped[0])]
+                self._check(f"sample after step 0{suffix}", *ordered, tolerance=_FLOORED)
         vae = self.encoders["vae"]
         latents = x[:, :, -self.spec.facts.geometry.latent_shape(*self.size)[0] :]
         decoded = self.spec.decode(vae, latents, self.spec.vae_stats(vae))
@@ -105,6 +115,18 @@ class _Checkpoint:
         own, stock = self._samples(with_image=with_image)
         self._check(f"sample{suffix}", own, stock)
         return [f"{name}{suffix}" for name in ("text", "calls", "decoded video", "sample")]
+
+    def _process_times(self, timesteps: Sequence[float], *, with_image: bool) -> list[float]:
+        """Return process times of the scheduler's timesteps, after comparing them with `ModelSpec.sampling_times`."""
+        spec, scheduler = self.spec, self.pipelines[with_image].scheduler
+        tokens = spec.facts.geometry.num_tokens(*self.size)
+        own = spec.sampling_times(scheduler, _STEPS, num_tokens=tokens)
+        times = torch.tensor(timesteps, dtype=torch.float64)
+        if spec.facts.is_flow:
+            times = times / scheduler.config.num_train_timesteps
+            times = 1 - times if scheduler.config.get("invert_sigmas") else times
+        self._check("times of sampling", own.double(), times, tolerance=_FLOORED)
+        return times.tolist()
 
     def _conditions(self, prompts: Sequence[str], *, with_image: bool) -> PromptEmbeds:
         if with_image and self.spec.facts.text_sees_image:
@@ -135,7 +157,9 @@ class _Checkpoint:
         def keep_sample(*args: Any, **kwargs: Any) -> Any:
             arguments = inspect.signature(step).bind(*args, **kwargs).arguments
             calls.times.append(float(arguments["timestep"]))
-            return (arguments["sample"], *step(*args, **kwargs)[1:])
+            outputs = step(*args, **kwargs)
+            calls.stepped.append(outputs[0])
+            return (arguments["sample"], *outputs[1:])
 
         def draw(*args: Any, **kwargs: Any) -> Tensor:
             calls.noises.append(randn_tensor(*args, **kwargs))
@@ -149,13 +173,16 @@ class _Checkpoint:
             _without_posterior_noise(),
         ):
             arguments = self._arguments(with_image=with_image, guidance_scale=1.0)
+            if "true_cfg_scale" in inspect.signature(pipeline.__call__).parameters:
+                arguments["true_cfg_scale"] = 1.0  # one call for each step
             return calls, pipeline(**arguments, output_type="pt").frames[0]
 
     def _noisy_input(self, noise: Tensor, *, with_image: bool) -> tuple[Tensor, VideoMeta, Tensor | None]:
         """Return noise `[B, C, T, H, W]` with given frames in their places, the other inputs, and the noisy frames."""
         spec, shape = self.spec, self.spec.facts.geometry.denoised_shape(*self.size)
-        lengths = [*noise.shape]
-        axes = [lengths.index(length) for length in (1, noise.numel() // math.prod(shape), *shape)]
+        axes: list[int] = []
+        for length in (1, noise.numel() // math.prod(shape), *shape):
+            axes.append(next(axis for axis, n in enumerate(noise.shape) if n == length and axis not in axes))
         x, meta = noise.permute(*axes), VideoMeta(fps=torch.tensor([spec.facts.geometry.fps]))
         if not with_image:
             return x, meta, None
@@ -168,7 +195,8 @@ class _Checkpoint:
         meta, trained = spec.condition(batch, x0, [(0,)], stats)
         return x if trained is None else torch.where(trained[:, None, :, None, None] > 0, x, x0), meta, trained
 
-    def _compare_call(self, name: str, calls: _Calls, step: int, inputs: tuple[Any, ...]) -> None:
+    def _compare_call(self, name: str, calls: _Calls, step: int, inputs: tuple[Any, ...]) -> Tensor:
+        """Compare arguments and output of the network's call at a step; return the family's prediction."""
         x, meta, conditions, trained, time = inputs
         own = _Calls()
         network = self.spec.network_at(time, self.network) if self.spec.facts.boundary is not None else self.network
@@ -181,6 +209,7 @@ class _Checkpoint:
             self._check(f"{argument} of {name}", own.arguments[0].get(argument), expected.get(argument))
         self._check(f"output of {name}", own.outputs[0], calls.outputs[step])
         assert prediction.shape == x.shape, f"the prediction of {name} has shape {prediction.shape}, not {x.shape}"
+        return prediction
 
     def _samples(self, *, with_image: bool) -> tuple[Tensor, Tensor]:
         """Return the family's sample and the pipeline's, with guidance, `[T, H, W, 3]` each."""
@@ -195,7 +224,12 @@ class _Checkpoint:
         arguments = self._arguments(with_image=with_image, guidance_scale=_GUIDANCE)
         if "frame_rate" in inspect.signature(stock.__call__).parameters:
             arguments["frame_rate"] = request.frame_rate
-        expected = torch.from_numpy(stock(**arguments, output_type="np").frames[0])
+        networks, calls = [n for name, n in stock.components.items() if name.startswith("transformer") and n], _Calls()
+        with _recorded(networks, calls):
+            expected = torch.from_numpy(stock(**arguments, output_type="np").frames[0])
+        batch = len(calls.arguments[0]["hidden_states"])
+        if spec.facts.guidance is None and batch != (2 if spec.guides_in_one_call else 1):
+            raise AssertionError(f"guides_in_one_call is {spec.guides_in_one_call}: a guided call has {batch} clips")
         pipeline = spec.pipeline(
             self.network, self.encoders["vae"], stock.scheduler, image_to_video=with_image or spec.facts.needs_image
         )
@@ -203,7 +237,7 @@ class _Checkpoint:
         negative, generator = spec.encode_text(self.texts, [""]), torch.Generator().manual_seed(_SEED)
         return torch.from_numpy(np.asarray(spec.sample(pipeline, conditions, negative, request, generator))), expected
 
-    def _check(self, name: str, own: Any, expected: Any) -> None:
+    def _check(self, name: str, own: Any, expected: Any, *, tolerance: float | None = None) -> None:
         """Compare two tensors, one of which may have a value for each row and the other one for all of a row."""
         if not (isinstance(own, Tensor) and isinstance(expected, Tensor)):
             raise AssertionError(f"{name}: {_describe(own)} here, {_describe(expected)} in the pipeline")
@@ -217,7 +251,7 @@ class _Checkpoint:
         except RuntimeError:
             raise AssertionError(f"{name}: shape {[*own.shape]} here, {[*expected.shape]} in the pipeline") from None
         difference = ((own - expected).abs() / expected.abs().clamp(min=1.0)).max()
-        if not difference <= self.tolerance:
+        if not difference <= (tolerance or self.tolerance):
             raise AssertionError(f"{name}: differs by {difference:.2g} from the pipeline's")
 
 

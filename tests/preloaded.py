@@ -36,12 +36,19 @@ import finetrainers.models.ltx_video
 import finetrainers.rewards.pixels
 import finetrainers.rewards.reward_set
 import finetrainers.runs.run
+from finetrainers.results import model_card
 
 #: Lazily loaded by their packages, so naming them is what imports them.
 LOADED = (
     AutoTokenizer, AutoencoderKLLTXVideo, FlowMatchEulerDiscreteScheduler, LTXPipeline, LTXVideoTransformer3DModel,
     T5EncoderModel, finetrainers, fsdp,
 )  # fmt: skip
+# What each run would compute first: a compiled template, and a thousand expressions of transformers.
+model_card._template()
+with contextlib.suppress(ImportError):  # only newer versions have them
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("t5")
 with contextlib.suppress(ImportError):  # accelerate imports it where it is installed
     import deepspeed  # noqa: F401
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -59,8 +60,9 @@ def test_a_run_takes_a_tenth_unless_it_names_tests(tmp_path: Path) -> None:
     (tmp_path / "tests" / "test_it.py").write_text(TESTS)
 
     def passed(*arguments: str) -> int:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", *arguments]
-        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "xdist", *arguments]
+        alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        result = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=120)
         passed = re.search(r"(\d+) passed", result.stdout)
         assert passed is not None, result.stdout + result.stderr
         return int(passed.group(1))

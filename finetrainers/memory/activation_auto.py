@@ -35,6 +35,8 @@ ASSUMED_FLOPS, ASSUMED_LINK = 0.4 * 312e12, 25e9
 UTILIZATION = 0.4
 #: The share of the host's available memory that activations may take; checkpoints, workers and others need the rest.
 HOST_SHARE = 0.75
+#: The share that they may take together with networks that wait there.
+_WITH_NETWORKS = 0.9
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class ActivationModel:
         settings: settings that the other options allow.
         all_blocks: whether a setting must hold for all blocks.
         others: bytes on the device during a step that are not in the workload: other networks.
+        waiting: bytes of networks that wait in host memory in some phase, which activations leave to them.
         correction: ratio of measured to planned bytes that a step takes beyond the memory between steps.
     """
 
@@ -55,12 +58,12 @@ class ActivationModel:
     settings: tuple[ActivationMemory, ...] = SETTINGS
     all_blocks: bool = False
     others: float = 0.0
+    waiting: float = 0.0
     correction: float = 1.0
 
     def choose(self, machine: Machine) -> ActivationPolicy:
         """Return the setting that makes a step fastest; see `activation_plan.choose`."""
-        total = sum(self.workload.num_blocks)
-        machine = replace(machine, host=machine.host - self.workload.swap.host)
+        total, machine = sum(self.workload.num_blocks), self._without_networks(machine)
         return choose(total, self.sizes, self.work, machine, settings=self.settings, all_blocks=self.all_blocks)
 
     def policy(self, config: TrainConfig, machine: Machine) -> ActivationPolicy:
@@ -71,8 +74,14 @@ class ActivationModel:
             sum(self.workload.num_blocks),
         )
         number = 0 if stored == "none" else total if share is None else round(share * total)
-        machine = replace(machine, host=machine.host - self.workload.swap.host)
+        machine = self._without_networks(machine)
         return make_policy(stored, number, total, self.sizes, self.work, machine)
+
+    def _without_networks(self, machine: Machine) -> Machine:
+        """Return a machine with the host memory that swapped blocks and waiting networks leave."""
+        host = machine.host - self.workload.swap.host
+        left = host + (_WITH_NETWORKS / HOST_SHARE - 1) * machine.host - self.waiting
+        return replace(machine, host=min(host, max(0.0, left)))
 
     def slower(self, config: TrainConfig, machine: Machine) -> float:
         """Return the additional time of a step relative to one that recomputes and copies nothing, as a share."""
@@ -118,6 +127,7 @@ def activation_model(
     spec: ModelSpec,
     around: RunSizes,
     others: float = 0.0,
+    waiting: float = 0.0,
 ) -> ActivationModel:
     """Return the model of a configured run.
 
@@ -127,7 +137,7 @@ def activation_model(
         network: on the meta device, with its adapter attached.
         spec: of the model.
         around: the largest clips, their number in a micro-batch, and the sharding over processes.
-        others: see `ActivationModel`.
+        others, waiting: see `ActivationModel`.
     """
     weights = around.weights or NetworkWeights(network, spec)
     workload = build_workload(
@@ -140,7 +150,9 @@ def activation_model(
     hides_attention = config.memory.compile != "none" or config.model.attn_backend == "_native_math"
     excluded = ({"keep_attention", "offload"} if hides_attention else set()) | ({"none"} if casts else set())
     settings = tuple(setting for setting in SETTINGS if setting not in excluded)
-    return ActivationModel(workload, _work(workload, weights, spec), settings, all_blocks=casts, others=others)
+    return ActivationModel(
+        workload, _work(workload, weights, spec), settings, all_blocks=casts, others=others, waiting=waiting
+    )
 
 
 def with_choice(config: TrainConfig, choice: ActivationPolicy | None) -> TrainConfig:

@@ -15,6 +15,7 @@ from typing import Any
 
 from finetrainers.config.parallel import SpMode
 from finetrainers.config.root import TrainConfig
+from finetrainers.utils.phases import VALIDATION
 
 
 @dataclass(frozen=True)
@@ -167,15 +168,31 @@ def sharing_options(processes: int, heads: int | None, mode: SpMode = "ulysses")
     return switches
 
 
-#: Remedies that no switch of a single run applies; the user decides.
-OTHER_REMEDIES = (
-    "smaller or shorter clips (--video_resolution_buckets), or a smaller --batch_size with more "
-    "--gradient_accumulation_steps",
-    "several GPUs: --fsdp full shards weights, gradients and optimizer state; --deepspeed --zero_stage 2 or 3 "
-    "likewise; --sp_size 2 splits the activations of each clip",
-    "--training_type lora instead of full finetuning",
-    "more host memory, in which blocks and activations may wait (estimate --host 64GB plans for it)",
-)
+def other_remedies(config: TrainConfig, peak_phase: str, *, sizes: str, can_share: bool = True) -> list[str]:
+    """Return the remedies that no switch of a single run applies, those for the phase of the peak first.
+
+    Args:
+        config: the run.
+        peak_phase: the phase that needs most memory.
+        sizes: option that sets the sizes of clips.
+        can_share: whether processes can share the clips of the model.
+    """
+    parallel, shares = config.parallel, []
+    if not (parallel.fsdp or parallel.deepspeed):
+        weights = "frozen weights" if config.training.training_type == "lora" else "weights, gradients"
+        shares.append(f"--fsdp full shards {weights} and optimizer state; --deepspeed --zero_stage 2 or 3 likewise")
+    if parallel.sp_size == 1 and can_share:
+        shares.append("--sp_size 2 splits the activations of each clip")
+    batches = ", or a smaller --batch_size with more --gradient_accumulation_steps"
+    remedies = {
+        "samples need most memory: remove --validation_prompts, or end each prompt with a smaller size, such as "
+        "`@@@17x256x256` (frames, height, width)": peak_phase == VALIDATION,
+        f"smaller or shorter clips ({sizes}){batches if config.dataloader.batch_size > 1 else ''}": True,
+        f"several GPUs: {'; '.join(shares)}": bool(shares),
+        "--training_type lora instead of full finetuning": config.training.training_type == "full-finetune",
+        "more host memory, in which blocks and activations may wait (estimate --host 64GB plans for it)": True,
+    }
+    return [remedy for remedy, applies in remedies.items() if applies]
 
 
 @dataclass(frozen=True)
@@ -185,12 +202,14 @@ class Chosen:
     Attributes:
         switch: the switch, which is on.
         saves: bytes that the peak would rise by without it.
+        saves_host: bytes of host memory that the machine would need more without it.
         slower: percent of a step's time that it is planned to take.
     """
 
     switch: MemoryOption
     saves: float
     slower: float
+    saves_host: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -355,11 +374,13 @@ class _Search:
             # Switches that need this one save nothing without it.
             rest = [other for other in switches if other is not switch and not self._needs(other, switch)]
             without = self._outcome(rest)
-            saves, slower = (
-                (0.0, 0.0) if without is None else (without.peak - outcome.peak, outcome.slower - without.slower)
-            )
+            if without is None:
+                chosen.append(Chosen(switch, 0.0, 0.0))
+                continue
+            slower = outcome.slower - without.slower
             # Without it, what a run chooses by itself may have to save more, and take longer.
-            chosen.append(Chosen(switch, saves, max(0.0, slower) if outcome.chosen else slower))
+            slower = max(0.0, slower) if outcome.chosen else slower
+            chosen.append(Chosen(switch, without.peak - outcome.peak, slower, without.host - outcome.host))
         base_slower = 0.0 if base is None or base.chosen else base.slower
         return Advice(with_options_set(self._config, switches), tuple(chosen), outcome, outcome.slower - base_slower)
 

@@ -2,7 +2,8 @@
 
 The weights of a swapped block are packed into one pinned buffer on the host, its master. Two buffers on the device, the
 slots, take turns: while the block in one slot computes, the next block is copied into the other slot on a separate
-stream. A frozen weight never changes, so that nothing is copied back. Trainable weights stay on the device.
+stream. A frozen weight never changes, so that nothing is copied back. Trainable weights stay on the device. A network
+that is moved to host memory, such as an expert while the other one samples, frees its slots until it computes again.
 
 A saved tensor that is a swapped weight, or a view of one, names its block. When autograd asks for it in backward, the
 block is copied again before the tensor is returned. So results do not depend on prefetching, and it works with and
@@ -16,7 +17,7 @@ forward pass. torchao offloads optimizers, not weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,7 +45,7 @@ def swap_blocks(network: nn.Module, blocks: Sequence[nn.Module], number: int, de
     """
     assert number >= NUM_SLOTS, "with fewer blocks than slots there is nothing to swap"
     swap = BlockSwap([blocks[index] for index in chosen_blocks(len(blocks), number)], device)
-    _stay_when_moved(network, swap.weights(network))
+    _stay_when_moved(network, swap, device)
     return swap
 
 
@@ -75,6 +76,13 @@ class BlockSwap:
             block.forward = self._around(block.forward, number, weights)  # type: ignore[method-assign]
         self.host_bytes = sum(master.nbytes for master in self._masters)
         self.slot_bytes = sum(sizes)
+
+    def release(self) -> None:
+        """Free the slots until a block computes again; weights stay views of the same storage."""
+        self._copies.cancel()
+        self._held, self._current = [None] * NUM_SLOTS, None
+        for slot in self._slots:
+            slot.untyped_storage().resize_(0)
 
     def weights(self, network: nn.Module) -> dict[str, nn.Parameter]:
         """Return the swapped weights by name: views of the slots."""
@@ -132,6 +140,9 @@ class BlockSwap:
         if self._current is not None and self._current % NUM_SLOTS == index:
             self._current = None
         self._held[index] = number
+        storage = self._slots[index].untyped_storage()
+        if not storage.size():
+            storage.resize_(self._slots[index].nbytes)
         self.copied_bytes += self._masters[number].nbytes
         self._copies.start(index, self._slots[index], self._masters[number])
 
@@ -238,9 +249,9 @@ def _rebuilt(tensor: Tensor, leaves: Iterator[Tensor]) -> Tensor:
     return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
 
 
-def _stay_when_moved(network: nn.Module, swapped: Mapping[str, nn.Parameter]) -> None:
-    """Let `network.to(...)` leave swapped weights in place."""
-    swapped_ids = {id(weight) for weight in swapped.values()}
+def _stay_when_moved(network: nn.Module, swap: BlockSwap, device: torch.device) -> None:
+    """Let `network.to(...)` leave swapped weights in place, and free the slots where it takes the others elsewhere."""
+    swapped_ids = {id(weight) for weight in swap.weights(network).values()}
 
     def apply(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         removed = [
@@ -256,6 +267,8 @@ def _stay_when_moved(network: nn.Module, swapped: Mapping[str, nn.Parameter]) ->
         finally:
             for module, name, weight in removed:
                 module._parameters[name] = weight
+            if fn(torch.empty(0, device=device)).device.type != device.type:
+                swap.release()
 
     network._apply = apply  # type: ignore[method-assign]
 
@@ -285,6 +298,10 @@ class _OnStream:
         """Let all work queued from now on run after the slot's copy."""
         torch.cuda.current_stream(self._device).wait_event(self._loaded[index])
 
+    def cancel(self) -> None:
+        """Let memory that is freed from now on be used again only after all copies into it."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
 
 class _InPlainMemory:
     """Copies in the worst order that streams allow: a slot loses its numbers at once, and gets new ones on `wait`."""
@@ -303,3 +320,6 @@ class _InPlainMemory:
             slot, master = pending
             with torch.no_grad():
                 slot[: master.nbytes].copy_(master)
+
+    def cancel(self) -> None:
+        self._pending = [None] * NUM_SLOTS

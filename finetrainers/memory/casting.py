@@ -12,6 +12,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from finetrainers.utils.device import meta_device
+
 _LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -104,7 +106,7 @@ def cast_adapter_for_each_use(transformer: nn.Module) -> None:
 
 
 def _cast_linear(linear: nn.Linear) -> CastLinear:
-    with torch.device("meta"):
+    with meta_device():
         cast = CastLinear(linear.in_features, linear.out_features, bias=linear.bias is not None)
     cast.weight, cast.bias = linear.weight, linear.bias
     return cast.train(linear.training)

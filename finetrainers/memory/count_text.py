@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from finetrainers.utils.device import meta_device
+
 from .count import LiveStorages, StepShape, fake_weights
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ def count_encoder(
         batch: prompts.
         dtype: of the weights.
     """
-    with torch.device("meta"):
+    with meta_device():
         network = cls(cls.config_class.from_dict(settings)).eval().requires_grad_(False)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         fake_weights(network, StepShape((1, 1, 1, 1), frozen=dtype))

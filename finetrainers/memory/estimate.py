@@ -239,11 +239,12 @@ def build_workload(
         trained=weights.trained * trainable_bytes,
         reference=weights.total * bytes_of_copy(config, split, trainable_bytes=trainable_bytes),
     )
-    frozen, swap = _frozen_bytes(config, weights, spec, adapters=width if split.zero_stage else 4)
+    frozen, swap = frozen_sizes(config, weights, spec, adapters=width if split.zero_stage else 4)
     halved = trainable_bytes == _HALF or ((split.gathers or split.zero_stage > 0) and width == _HALF)
     gathered = gathered_bytes(
         weights, width=width, split=split, accumulates=accumulates,
-        swapped=swapped_blocks(config, weights.blocks), saved=_quantization_savings(config, weights, spec),
+        swapped=swapped_blocks(config, weights.blocks),
+        saved=_quantization_savings(config, weights, spec, DTYPE_BYTES[config.model.transformer_dtype]),
     )  # fmt: skip
     return Workload(
         frozen_bytes=frozen,
@@ -328,14 +329,19 @@ def _optimizer_bytes_on_device(config: TrainConfig, split: ShardingSpec) -> floa
     return optimizer_state_bytes(config) + (4 if split.zero_stage else 0)
 
 
-def _frozen_bytes(
-    config: TrainConfig, weights: NetworkWeights, spec: ModelSpec, *, adapters: int
+def frozen_sizes(
+    config: TrainConfig, weights: NetworkWeights, spec: ModelSpec, *, adapters: int = 4, width: int | None = None
 ) -> tuple[float, SwapSizes]:
     """Return bytes of the frozen weights that stay on the device, and of swapped blocks.
 
-    `adapters` is the number of bytes per parameter of a frozen adapter.
+    Args:
+        config: the run.
+        weights: those of the network that is trained, or of another expert, which is stored in the same way.
+        spec: of the model.
+        adapters: bytes per parameter of a frozen adapter.
+        width: bytes per parameter of the other weights; default: of `transformer_dtype`.
     """
-    memory, width = config.memory, DTYPE_BYTES[config.model.transformer_dtype]
+    memory, width = config.memory, width or DTYPE_BYTES[config.model.transformer_dtype]
     casts = "transformer" in memory.layerwise_upcasting_modules
     skip = memory.layerwise_upcasting_skip_modules_pattern
 
@@ -344,7 +350,7 @@ def _frozen_bytes(
         sizes = {id(p): float(p.numel() * widths.get(id(p), width)) for p in weights.all if not p.requires_grad}
         if casts:
             sizes |= weights.bytes_cast(skip)
-        for weight, saved in _quantization_savings(config, weights, spec).items():
+        for weight, saved in _quantization_savings(config, weights, spec, width).items():
             sizes[weight] -= saved
         return sum(sizes.values()), [sum(sizes.get(id(p), 0.0) for p in block) for block in weights.blocks]
 
@@ -356,12 +362,13 @@ def _frozen_bytes(
     return total - swap.host, swap
 
 
-def _quantization_savings(config: TrainConfig, weights: NetworkWeights, spec: ModelSpec) -> Mapping[int, float]:
-    """Return the bytes that quantization saves of each weight, by its `id`."""
+def _quantization_savings(
+    config: TrainConfig, weights: NetworkWeights, spec: ModelSpec, width: int
+) -> Mapping[int, float]:
+    """Return the bytes that quantization saves of each weight of `width` bytes per parameter, by its `id`."""
     if config.memory.quantize_frozen == "none":
         return {}
     skip = tuple(config.memory.quantize_skip_modules or spec.unquantized)
-    width = DTYPE_BYTES[config.model.transformer_dtype]
     return weights.bytes_saved(config.memory.quantize_frozen, skip=skip, width=width)
 
 

@@ -34,10 +34,12 @@ from .estimate import (
     computed_bytes,
     counted_activations,
     estimate_for,
+    frozen_sizes,
     optimizer_state_bytes,
 )
 from .gathered import zero_host_bytes
 from .network_weights import NetworkWeights
+from .swap_plan import NO_SWAP, SwapSizes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,6 +53,8 @@ Size = tuple[int, int, int]
 PROCESS_GIB = 0.6
 #: Parts of the step that clips leave on the device until they are trained on.
 _OF_ROLLOUT = ("sampled trajectories", "gradients of clips", "activations of clips")
+#: Part of the step that a network in host memory frees.
+_SLOTS = "slots of swapped blocks"
 #: Captions that are encoded at once before training.
 TEXTS_AT_ONCE = 8
 
@@ -64,6 +68,7 @@ class RunSizes:
         encoded: sizes of all clips that the VAE encodes.
         sampled: sizes of all validation samples.
         parts: bytes of each frozen network as it is loaded, by part; unknown ones are left out.
+        experts: weights of the experts that are not trained, by part, which are stored like those of the trained one.
         rewards: bytes of the networks of rewards, or None if unknown.
         scoring: further bytes that rewards take while they score, or None if unknown.
         encodes_text: whether text encoders are loaded at all.
@@ -80,6 +85,7 @@ class RunSizes:
     encoded: tuple[Size, ...] = ()
     sampled: tuple[Size, ...] = ()
     parts: Mapping[str, float] = field(default_factory=dict)
+    experts: Mapping[str, NetworkWeights] = field(default_factory=dict)
     rewards: float | None = 0.0
     scoring: float | None = 0.0
     encodes_text: bool = True
@@ -102,6 +108,8 @@ class RunPlan:
         host: bytes that each process has in host memory in each phase.
         step: the training step in detail.
         other_networks: bytes on the GPU in forward and backward beyond those of the trained network.
+        waiting_networks: bytes of networks that wait in host memory in some phase, without swapped blocks of the
+            trained network.
         local_processes: processes that share the memory of a machine.
         one_by_one: bytes that the processes of a machine load one after another.
         written_alone: bytes of `host` in the phase of checkpoints that only the writing process takes.
@@ -112,6 +120,7 @@ class RunPlan:
     host: Mapping[str, float]
     step: MemoryPlan
     other_networks: float
+    waiting_networks: float = 0.0
     local_processes: int = 1
     one_by_one: float = 0.0
     written_alone: float = 0.0
@@ -170,7 +179,8 @@ def plan_run(
     # DeepSpeed takes the network from host memory on all processes together.
     at_once = around.local_processes if maker.zero else 1
     return RunPlan(
-        on_gpu, host, step, sum(maker.learning().values()) - GIB * step.total, around.local_processes,
+        on_gpu, host, step, sum(maker.learning().values()) - GIB * step.total,
+        max(map(maker.waiting, on_gpu)), around.local_processes,
         one_by_one=max(maker.loaded * at_once, maker.on_host(LOADING)), written_alone=maker.saving()[1],
         unknown=tuple(unknown),
     )  # fmt: skip
@@ -205,6 +215,16 @@ class _Phases:
         self.vae = {"vae": parts["vae"]} if "vae" in parts else {}
         #: On the GPU while clips are sampled, otherwise in host memory, unless clips are encoded by them.
         self.companions = {name: parts[name] for name in facts.companions if name in parts}
+        #: Block swap of those that are experts, which are stored like the trained network.
+        self.swaps: dict[str, SwapSizes] = {}
+        #: Those that take more memory before they are quantized.
+        self.unquantized: dict[str, float] = {}
+        for name, weights in around.experts.items():
+            width = max(2, round(parts[name] / max(1, weights.total)))
+            size, self.swaps[name] = frozen_sizes(config, weights, spec, width=width)
+            self.companions[name] = size + self.swaps[name].slots
+            if weights.total * width > size + self.swaps[name].host:
+                self.unquantized[name] = parts[name]
         #: Those of them that rollouts sample with.
         self.experts = {name: parts[name] for name in facts.experts if name in parts} if self.samples else {}
         #: Networks that stay loaded while training.
@@ -219,9 +239,8 @@ class _Phases:
         #: Swapped blocks, offloaded activations, and gradients that wait for advantages.
         self.swapped = step.swap.host + GIB * (step.offloaded + step.waiting_on_host)
         self.computes_grads_in_rollout = method.computes_grads_in_rollout(config)
-        weights = ("frozen weights", "trainable weights")
-        self.weights = {name: self.step[name] for name in weights}
-        rest = (*weights, "optimizer state", "moving average", "gradient buffers", "copies of the policy")
+        self.weights = {name: self.step[name] for name in ("frozen weights", "trainable weights")}
+        rest = (*self.weights, _SLOTS, "optimizer state", "moving average", "gradient buffers", "copies of the policy")
         self.persistent_bytes = {**self.stays, **{name: self.step[name] for name in rest}}
         self.trained = around.trained
         self.network = around.weights or NetworkWeights(transformer, spec)
@@ -258,7 +277,7 @@ class _Phases:
     def _loading(self) -> Mapping[str, float]:
         """Return the largest of: text encoders, VAE, network; each is freed before the next unless it stays."""
         clips = {**({} if self.cached else self.texts), **self.clip_parts}
-        network = {**self.stays, **self.weights}
+        network = {**self.stays, **self.weights, _SLOTS: self.step[_SLOTS]}
         return _largest(self.texts, clips, network)
 
     def _encoding_clips(self) -> Mapping[str, float]:
@@ -303,7 +322,8 @@ class _Phases:
     def _validation(self) -> Mapping[str, float]:
         """Return the larger of denoising and decoding the largest sample."""
         scale = self.config.validation.validation_guidance_scale
-        branches = 1 if self.spec.facts.guidance is not None or (scale is not None and scale <= 1) else 2
+        is_guided = self.spec.facts.guidance is None and (scale is None or scale > 1)
+        branches = 2 if is_guided and self.spec.guides_in_one_call else 1
         size = max(self.around.sampled, key=lambda clip_size: self.geometry.num_tokens(*clip_size))
         loaded = {**self.persistent_bytes, **self.vae, **self.companions}
         denoising = {**loaded, **self._sampling(size, branches), **self._rewards()}
@@ -315,8 +335,9 @@ class _Phases:
         others = (*self.vae, *self.companions)
         denoising = {name: size for name, size in denoising.items() if name not in others}
         experts = {name: self.companions[name] for name in self.spec.facts.experts if name in self.companions}
-        by_other = {name: size for name, size in denoising.items() if name not in self.weights}
-        decoding = {name: size for name, size in decoding.items() if name not in (*self.weights, *self.companions)}
+        trained = (*self.weights, _SLOTS)
+        by_other = {name: size for name, size in denoising.items() if name not in trained}
+        decoding = {name: size for name, size in decoding.items() if name not in (*trained, *self.companions)}
         return _largest(denoising, decoding, *({**by_other, name: size} for name, size in experts.items()))
 
     def _rollout(self) -> Mapping[str, float]:
@@ -364,20 +385,27 @@ class _Phases:
         num_bytes = self._offloaded() + (0.0 if self.precomputed or not self.around.encoded else self._clips())
         if phase == CHECKPOINT:
             num_bytes += sum(self.saving())
-        num_bytes += self._waiting(phase)
-        if phase == VALIDATION and self.config.validation.enable_model_cpu_offload:
-            num_bytes += sum(self.weights.values()) + sum(self.vae.values())
-        return num_bytes
+        return num_bytes + self.waiting(phase)
 
-    def _waiting(self, phase: str) -> float:
-        """Return the bytes of companions that wait in host memory in a phase."""
+    def waiting(self, phase: str) -> float:
+        """Return the bytes of networks that wait in host memory in a phase, without the trained one's swapped blocks.
+
+        The other expert is loaded whole before it is quantized.
+        """
         offloads = self.config.validation.enable_model_cpu_offload
         companions = {**(self.companions if self.around.sampled else {}), **self.experts}
         if phase == VALIDATION:
             on_gpu: Collection[str] = () if offloads else companions
         else:
             on_gpu = (*self.stays, *(self.experts if phase in (ROLLOUT, REWARD) else ()))
-        return sum(size for name, size in companions.items() if name not in on_gpu)
+        waiting = 0.0
+        for name, size in companions.items():
+            swap = self.swaps.get(name, NO_SWAP)
+            waiting += swap.host + (0.0 if name in on_gpu else size - swap.slots)
+        if phase == VALIDATION and offloads:
+            waiting += sum(self.weights.values()) + sum(self.vae.values())
+        loaded = sum(size for name, size in self.unquantized.items() if name in companions)
+        return max(waiting, loaded) if phase in (ROLLOUT, VALIDATION) else waiting
 
     def saving(self) -> tuple[float, float]:
         """Return the host bytes that saving takes in every process, and those of the process that writes the rest."""

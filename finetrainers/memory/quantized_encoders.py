@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from finetrainers.models.spec import DTYPES, ModelComponents, ModelSpec
+from finetrainers.utils.device import meta_device
 
 from .quantization import QuantizedEncoderLinear, bytes_saved, quantizable_layers, quantize_frozen
 
@@ -46,7 +47,7 @@ def _sizes(spec: ModelSpec, part: str) -> tuple[float, float]:
 
 @lru_cache(maxsize=64)
 def _count_sizes(cls: Any, settings: str, kind: str, width: int) -> tuple[float, float]:
-    with torch.device("meta"):
+    with meta_device():
         network = cls(cls.config_class.from_dict(json.loads(settings))).requires_grad_(False)
     saved = bytes_saved(network, kind, skip=(), width=width)
     largest = max((layer.weight.numel() for _, layer in quantizable_layers(network, skip=())), default=0)

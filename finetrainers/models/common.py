@@ -21,6 +21,7 @@ from torch import nn
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.sections import ModelSection
+from finetrainers.utils.device import meta_device
 from finetrainers.utils.failures import InputError, Kind
 
 from .batch import ModelComponents
@@ -111,7 +112,7 @@ def load_frozen(classes: Mapping[str, Any], config: ModelSection, parts: Iterabl
 
 def on_meta(cls: Any, config: ModelSection, part: str) -> nn.Module:
     """Build a diffusers network without weights, on the meta device."""
-    with torch.device("meta"):
+    with meta_device():
         return cls.from_config(load_part(cls.load_config, config, part))
 
 

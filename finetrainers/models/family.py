@@ -129,9 +129,11 @@ class Family:
         foreign = self._foreign_classes(config, configs)
         for part, (actual, expected) in foreign.items():
             others = [name for name, family in families().items() if actual in (family.transformer, family.vae)]
-            remedy = f"use --model_name {others[0]}" if others else "which is not supported by any model family here"
+            remedy = f"use --model_name {others[0]}" if others else "no model family here supports it"
+            if part != trained and trained not in foreign:
+                remedy = f"use the VAE of a {self.name} checkpoint"
             source = replacement_source(config, part) or config.pretrained_model_name_or_path
-            message = f"{source} holds a {actual}, and {self.name} is a {expected}; {remedy}"
+            message = f"expected {expected} for {self.name}, and {source} holds {actual}; {remedy}"
             yield Problem("--model_name" if part == trained else source_option(config, part), message, "mismatch")
         if trained in foreign:
             return

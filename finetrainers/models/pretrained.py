@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -40,6 +40,8 @@ class PretrainedModel(ABC):
         name: name of the family.
         facts: facts read from the checkpoint's configs.
         configs: the configs themselves, by part.
+        store_expert: stores the weights of the other expert, once it is loaded, as a run stores those of the trained
+            network, or None to leave them as they are.
     """
 
     #: Class of each tokenizer and network, by the part of a repository that holds it, in loading order.
@@ -54,11 +56,12 @@ class PretrainedModel(ABC):
         self.config = config
         self.name = name
         self._read = read
+        self.store_expert: Callable[[nn.Module], None] | None = None
         self._in_use: WeakValueDictionary[str, Any] = WeakValueDictionary()  # parts that are loaded, by name
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for another process, such as a decoding worker, without the loaded parts."""
-        return {**vars(self), "_in_use": {}}
+        return {**vars(self), "_in_use": {}, "store_expert": None}
 
     @cached_property
     def configs(self) -> Configs:
@@ -143,6 +146,11 @@ class PretrainedModel(ABC):
         network = common.on_meta(self.parts[self.facts.trained], self.config, self.facts.trained)
         return network if self.attention_processor is None else self._with_attention(network)
 
+    def experts_on_meta(self) -> dict[str, nn.Module]:
+        """Build the experts that are not trained on the meta device, frozen, for dry runs; those with known sizes."""
+        parts = (part for part in self.facts.experts if part in self.configs)
+        return {part: common.on_meta(self.parts[part], self.config, part).requires_grad_(False) for part in parts}
+
     def _with_attention(self, network: nn.Module) -> nn.Module:
         """Set the configured attention backend in the network's blocks, and return the network."""
         if self.config.attn_backend != AUTO:
@@ -159,6 +167,8 @@ class PretrainedModel(ABC):
             if self.config.other_expert is not None:
                 self.load_lora(modules[name], Path(self.config.other_expert))
                 modules[name].requires_grad_(False)
+            if self.store_expert is not None:
+                self.store_expert(modules[name])
         return ModelComponents(modules)
 
     @property

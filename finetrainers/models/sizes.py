@@ -7,10 +7,10 @@ import math
 from functools import lru_cache
 from typing import Any
 
-import torch
 from diffusers import ModelMixin
 
 from finetrainers.config.sections import ModelSection
+from finetrainers.utils.device import meta_device
 
 from .common import DTYPES
 from .files.files import frozen_dtype
@@ -37,7 +37,7 @@ def num_weights(spec: Any, part: str) -> int | None:
 def _count_parameters(cls: Any, config_json: str) -> int:
     """Count the parameters of a network of this class and config; cached, since many estimates need the same."""
     config = json.loads(config_json)
-    with torch.device("meta"):
+    with meta_device():
         is_diffusers = issubclass(cls, ModelMixin)
         network = cls.from_config(config) if is_diffusers else cls(cls.config_class.from_dict(config))
     return sum(p.numel() for p in network.parameters())

@@ -62,6 +62,8 @@ class ModelSpec(PretrainedModel):
     blocks: tuple[str, ...] = ("transformer_blocks",)
     #: Where the network's tensors have tokens that processes can share, or None, so that `--sp_size` is refused.
     token_plan: SequenceParallelPlan | None = None
+    #: Whether the pipeline's guidance is one call of the transformer with both prompts, not a call for each of them.
+    guides_in_one_call: bool = True
     #: Whether the transformer sees text of the prompt's length, not of one length.
     text_varies: bool = False
     #: Tokens that a text encoder reads, by part, and whether it keeps all layers' states. Default: `text_shapes`, no.

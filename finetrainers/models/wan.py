@@ -141,6 +141,7 @@ class WanSpec(ModelSpec):
         "transformer_2": WanTransformer3DModel,
     }
     blocks = ("blocks",)
+    guides_in_one_call = False
     attention_processor = WanAttnProcessor
     token_plan = SequenceParallelPlan(
         inputs={"timestep": 1}, outputs={"rope": 1}, entries={"blocks.0": 1}, unsplit=("patch_embedding",)

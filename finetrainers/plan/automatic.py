@@ -56,7 +56,8 @@ def within_budget(
         return checked
     # What a GPU chooses by itself comes after the budget, which knows the price of everything.
     memory, decided = run_memory(checked, host_gib), config.with_values({"fit_gpu": False})
-    peak = memory.plan(decided).peak
+    plan = memory.plan(decided)
+    peak = plan.peak
     needed = f"{with_reserve(peak) / GIB:.1f}"
     if fits(peak, GIB * budget):
         print_line(f"memory budget: {needed} of {budget:g} GiB are planned; no option is changed")
@@ -66,7 +67,7 @@ def within_budget(
         heading = (
             f"{needed} GiB are planned, more than {budget:g}, and {file_size(memory.host)} of host memory are there"
         )
-        lines = advice_lines(None, heading)
+        lines = advice_lines(None, heading, memory.other_remedies(plan))
         raise ConfigError([Problem("--memory_budget", "\n  ".join(lines), "too_large")])
     for line in advice_lines(advice, f"memory budget: {needed} GiB are planned, more than {budget:g}. Chosen:"):
         print_line(line)
@@ -217,7 +218,8 @@ def _print_proposal(memory: RunMemory, settings: AutoSettings) -> None:
         f"tensors may take {file_size(limit)}"
     )
     advice = memory.advice(with_reserve(limit) / GIB, device=memory.device)
-    for line in advice_lines(advice, heading if advice is None else f"{heading}. It fits with"):
+    heading = heading if advice is None else f"{heading}. It fits with"
+    for line in advice_lines(advice, heading, memory.other_remedies(settings.plan)):
         print_line(line)
 
 

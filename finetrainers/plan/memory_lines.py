@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
 from finetrainers.config.root import TrainConfig
-from finetrainers.memory.advice import OTHER_REMEDIES, Advice, Chosen
+from finetrainers.memory.advice import Advice, Chosen
 from finetrainers.memory.automatic import AutoSettings
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import RESERVE, fits, with_reserve
@@ -36,6 +37,8 @@ def memory_lines(memory: RunMemory, settings: AutoSettings) -> list[str]:
     lines += plan.step.swap.lines()
     if plan.unknown:
         lines.append(f"not in it, since not on this disk: {', '.join(map(part_name, plan.unknown))}")
+    if not memory.checked.spec.vae_pixel_bytes:
+        lines.append(f"not in it: activations of the VAE, which {memory.checked.spec.name} does not declare")
     if memory.checked.config.memory.compile != "none":
         lines.append("compiled blocks store less than this; how much is not known without a GPU")
     needs = memory.disk()
@@ -106,26 +109,33 @@ def fit_lines(memory: RunMemory, plan: RunPlan, gpu: Gpu, advice: Advice | None)
         return lines
     lines += [] if warning is None else [f"it does not fit the machine: {warning}"]
     if advice is None:
-        return [*lines[:-1], *advice_lines(None, lines[-1])]
+        return [*lines[:-1], *advice_lines(None, lines[-1], memory.other_remedies(plan))]
     budget = gpu.name.replace(" G", "G").replace(" ", "-")
     lines += advice_lines(advice, "it fits with")
     return [*lines, f"or let the run choose such options: --memory_budget {budget}"]
 
 
-def advice_lines(advice: Advice | None, heading: str) -> list[str]:
-    """Return the options of an advice, each with its saving and cost, and lines to paste; or what else helps."""
+def advice_lines(advice: Advice | None, heading: str, remedies: Sequence[str] = ()) -> list[str]:
+    """Return the options of an advice, each with its saving and cost, and lines to paste; or the other remedies."""
     if advice is None:
-        return [heading, "no set of options makes it fit. What does:", *(f"  * {way}" for way in OTHER_REMEDIES)]
+        return [heading, "no set of options makes it fit. Use one of:", *(f"  * {remedy}" for remedy in remedies)]
     choices = dict(advice.outcome.chosen)
     lines = [f"{heading} {with_reserve(advice.outcome.peak) / GIB:.1f} GiB:"]
     for applied in advice.switches:
-        saving = f"saves {file_size(max(0.0, applied.saves))}; {_describe_slowdown(applied)}; {applied.switch.cost}"
+        saving = f"{_describe_saving(applied)}; {_describe_slowdown(applied)}; {applied.switch.cost}"
         chosen = [f"      chosen: {choices.pop(name)}" for name in applied.switch.options if name in choices]
         lines += [f"  {applied.switch.flags}", f"      {saving}", *chosen]
     lines += [f"  also chosen: {name}, {choice}" for name, choice in choices.items()]
     values = {name: value for applied in advice.switches for name, value in applied.switch.options.items()}
     lines += ["as flags:", f"  {' '.join(applied.switch.flags for applied in advice.switches)}"]
     return [*lines, "in the config file:", *(f"  {line}" for line in tomli_w.dumps(values).splitlines())]
+
+
+def _describe_saving(applied: Chosen) -> str:
+    """Return the memory that a switch saves, as text: of the GPU, or else of the host."""
+    if applied.saves <= 0 < applied.saves_host:
+        return f"saves {file_size(applied.saves_host)} of host memory"
+    return f"saves {file_size(max(0.0, applied.saves))}"
 
 
 def _describe_slowdown(applied: Chosen) -> str:
@@ -196,6 +206,7 @@ def _advice_json(advice: Advice) -> dict[str, Any]:
         "switches": [
             {
                 "options": dict(applied.switch.options), "saves": round(applied.saves),
+                "saves_host": round(applied.saves_host),
                 "planned_slowdown_percent": round(applied.slower, 1), "slowdown_percent": applied.switch.slowdown,
                 "cost": applied.switch.cost,
             }

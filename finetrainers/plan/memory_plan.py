@@ -23,7 +23,7 @@ from finetrainers.memory.activation_auto import (
     activation_model,
 )
 from finetrainers.memory.activation_plan import Machine
-from finetrainers.memory.advice import MEMORY_OPTIONS, Advice, Outcome, cheapest, sharing_options
+from finetrainers.memory.advice import MEMORY_OPTIONS, Advice, Outcome, cheapest, other_remedies, sharing_options
 from finetrainers.memory.automatic import ACTIVATION_OPTIONS, AutoSettings, Run, choose_automatic, repeat_choices
 from finetrainers.memory.count_text import text_working_bytes
 from finetrainers.memory.estimate import GIB
@@ -84,6 +84,7 @@ class RunMemory:
             encoded=tuple(checked.plan.buckets) if checked.plan.encodes_clips else (),
             sampled=tuple(prompt.size or checked.plan.size for prompt in checked.sampled),
             parts={part: size for part, size in parts.items() if size is not None},
+            experts={part: NetworkWeights(network, spec) for part, network in spec.experts_on_meta().items()},
             rewards=rewards,
             scoring=scoring,
             encodes_text=checked.needs_text,
@@ -136,8 +137,11 @@ class RunMemory:
             return plan_run(changed, geometry, self.transformer, spec=self._load_spec(changed.model), around=around)
 
         def model(config: TrainConfig) -> ActivationModel:
-            others = plan(config).other_networks
-            return activation_model(config, geometry, self.transformer, spec=spec, around=around, others=others)
+            planned = plan(config)
+            return activation_model(
+                config, geometry, self.transformer, spec=spec, around=around, others=planned.other_networks,
+                waiting=planned.waiting_networks,
+            )  # fmt: skip
 
         is_unsharded = not (around.split.gathers or around.split.zero_stage)
         run = Run(
@@ -253,6 +257,13 @@ class RunMemory:
         ]
         host = usable_host(self.host)
         return cheapest(config, outcome, budget=machine.device, host=host, switches=[*switches, *sharing])
+
+    def other_remedies(self, plan: RunPlan) -> list[str]:
+        """Return the remedies for a plan that no set of options makes fit."""
+        config, can_share = self.checked.config, self.checked.spec.token_plan is not None
+        config = config.model_copy(update={"parallel": with_launcher(config.parallel)})
+        sizes = "--rollout_size" if method_spec(config).samples else "--video_resolution_buckets"
+        return other_remedies(config, plan.peak_phase, sizes=sizes, can_share=can_share)
 
     def _outcome(self, config: TrainConfig, machine: Machine, device: TargetDevice) -> Outcome | None:
         """Return memory and time of other options, or None if the run would be refused, or they would do nothing."""

@@ -151,8 +151,8 @@ def print_stopped(*, step: int, by: str, resume_command: str) -> None:
     print_line(f"stopped by {by} after step {step}, with a checkpoint; to continue:\n  {resume_command}")
 
 
-def print_results(root: Path) -> None:
-    """Print the paths of all results, after training."""
+def print_results(root: Path, *, comfyui: bool) -> None:
+    """Print the paths of all results, after training, and the next commands; `comfyui` if ComfyUI reads them."""
     paths = {
         "LoRA": root / "pytorch_lora_weights.safetensors",
         **{part_name(path.name): path for path in root.glob("transformer*")},
@@ -169,10 +169,9 @@ def print_results(root: Path) -> None:
         if path.exists():
             print_line(f"  {name:<{max(16, width)}}{path}")
     run = shlex.quote(str(root))
-    print_line(
-        f"next:\n  finetrainers sample {run} --prompts TEXT --compare base\n  finetrainers export {run} --format "
-        "comfyui"
-    )
+    print_line(f"next:\n  finetrainers sample {run} --prompts TEXT --compare base")
+    if comfyui:
+        print_line(f"  finetrainers export {run} --format comfyui")
 
 
 def print_memory(peaks: Mapping[str, Mapping[str, float]]) -> None:

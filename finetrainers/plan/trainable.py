@@ -24,6 +24,7 @@ from finetrainers.methods.reference import REFERENCE_ADAPTER
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.registry import build_tiny
 from finetrainers.models.spec import DTYPES, ModelSpec
+from finetrainers.utils.device import meta_device
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.seeding import derive_seed
 from finetrainers.utils.text import nearest
@@ -118,7 +119,7 @@ def make_trainable(transformer: nn.Module, training: TrainingSection) -> None:
 def _add_adapter(transformer: nn.Module, settings: LoraConfig, name: str, *, seed: int) -> None:
     """Add an adapter with fp32 weights, which are the only ones that then require gradients."""
     is_meta = next(transformer.parameters()).is_meta  # PEFT would make the adapter on the CPU, which takes seconds
-    with torch.random.fork_rng(devices=[]), torch.device("meta") if is_meta else nullcontext():
+    with torch.random.fork_rng(devices=[]), meta_device() if is_meta else nullcontext():
         torch.manual_seed(seed)  # PEFT draws A from the global generator
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")  # a second adapter is meant

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCardData
 
 from finetrainers.config.facts import Facts
 from finetrainers.config.root import TrainConfig, changed_options, fields
+from finetrainers.config.sections import ModelSection
 from finetrainers.config.values import split_part
 from finetrainers.models.files.lora_names import READERS, format_problem
 from finetrainers.models.spec import ModelSpec
@@ -211,9 +212,6 @@ def model_card(state: TrainState, checked: ResolvedRun) -> str:
     root = state.run_dir.root
     samples = newest_samples(root, [prompt.prompt for prompt in checked.prompts])
     location = config.run.hub_model_id or str(config.run.output_dir)
-    dtype = "torch.float32" if packaged else "torch.bfloat16"
-    is_mixed = config.model.vae_dtype == "fp32" and not packaged
-    dtypes = dtype if not is_mixed else f'{{"vae": torch.float32, "default": {dtype}}}'
     return _template().render(
         metadata=_metadata(config, samples, needs_image=needs_image).to_yaml(),
         title=_title(config),
@@ -225,8 +223,7 @@ def model_card(state: TrainState, checked: ResolvedRun) -> str:
         is_lora=is_lora,
         packaged=packaged,
         base=f'model_path("{base}")' if packaged else json.dumps(base),
-        dtype=dtype,
-        dtypes=dtypes,
+        **_dtypes(config.model),
         own_transformer=own if is_lora else None,
         from_file=is_lora and own is not None and Path(own).is_file(),
         in_subfolder=own is not None and not (Path(own) / "config.json").is_file(),
@@ -245,7 +242,7 @@ def model_card(state: TrainState, checked: ResolvedRun) -> str:
         other_expert=_other_expert(config, spec.facts),
         is_pair=is_lora and config.model.other_expert is not None,
         exported="comfyui" in config.run.export_formats,
-        comfyui=not packaged and _comfyui_reads(config, spec.facts),
+        comfyui=not packaged and comfyui_reads(config, spec.facts),
         has_strength=spec.facts.trained == "transformer" and config.model.other_expert is None,
         **_call(checked, spec),
         needs_image=needs_image,
@@ -289,6 +286,14 @@ def _other_expert(config: TrainConfig, facts: Facts) -> str | None:
     return next((source for part, source, _ in replaced if part in facts.experts), None)
 
 
+def _dtypes(model: ModelSection) -> dict[str, str]:
+    """Return the dtype of the transformer and those of the pipeline's components, as code."""
+    if model.pretrained_model_name_or_path.startswith(SCHEME):
+        return dict.fromkeys(("dtype", "dtypes"), "torch.float32")
+    mixed = '{"vae": torch.float32, "default": torch.bfloat16}'
+    return {"dtype": "torch.bfloat16", "dtypes": mixed if model.vae_dtype == "fp32" else "torch.bfloat16"}
+
+
 def _call(checked: ResolvedRun, spec: ModelSpec) -> dict[str, Any]:
     """Return the pipeline's arguments, as for the first validation sample if there is one."""
     first = checked.prompts[0] if checked.prompts else None
@@ -301,7 +306,7 @@ def _call(checked: ResolvedRun, spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _comfyui_reads(config: TrainConfig, facts: Facts) -> bool:
+def comfyui_reads(config: TrainConfig, facts: Facts) -> bool:
     """Return whether the result can be exported for ComfyUI."""
     family, training = config.model.model_name, config.training
     is_lora = training.training_type == "lora"

@@ -12,6 +12,7 @@ import torch
 from pydantic import AfterValidator
 from torch import Tensor
 
+from finetrainers.utils.device import meta_device
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.text import plural, quoted
 
@@ -179,7 +180,7 @@ def build(cls: Any, config: Any, state: dict[str, Tensor], *, dtype: torch.dtype
     Raises:
         ValueError: names or shapes differ from those of the configuration.
     """
-    with torch.device("meta"):
+    with meta_device():
         expected = cls(config).state_dict()
     check_names(state, expected, source=source)
     mismatched = [name for name, tensor in state.items() if tensor.shape != expected[name].shape]

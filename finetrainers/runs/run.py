@@ -18,6 +18,7 @@ from finetrainers.plan.ready import examine_weights, get_ready
 from finetrainers.plan.room import check_room
 from finetrainers.plan.start_report import print_memory, print_results, print_stopped, print_warnings
 from finetrainers.results.export import export, upload
+from finetrainers.results.model_card import comfyui_reads
 from finetrainers.results.reports.page import write_run_report
 from finetrainers.rundir.find import scan_checkpoints
 from finetrainers.rundir.lock import exclusive
@@ -124,7 +125,7 @@ def _conclude(trainer: Trainer, checked: ResolvedRun) -> None:
         state.watchdog.enter("closing")
         fault_point("close")
         _write_report(state)
-        print_results(state.run_dir.root)
+        print_results(state.run_dir.root, comfyui=comfyui_reads(state.config, checked.facts))
         print_memory(state.memory.all_peaks)
         upload(state)
         return

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from finetrainers.config.facts import is_network
 from finetrainers.config.sections import TrainingSection
 from finetrainers.memory.fit import fits, with_reserve
+from finetrainers.memory.network_weights import NetworkWeights
 from finetrainers.memory.phases import RunSizes, plan_run
 from finetrainers.models.spec import ModelSpec, frozen_bytes
 from finetrainers.plan.trainable import trainable_dtype
@@ -26,13 +28,16 @@ def sampling_bytes(plan: SamplePlan, spec: ModelSpec) -> float:
         "training": TrainingSection(),
         "data": config.data.model_copy(update={"precompute_conditions": True}),
         "model": config.model.model_copy(update={"transformer_dtype": widest}),
+        "memory": config.memory.model_copy(update={"blocks_to_swap": 0}),  # training alone swaps blocks
     }
     config = config.model_copy(update=tables)
     network = spec.transformer_on_meta().requires_grad_(False)
+    networks = (*spec.facts.networks[:-1], *filter(is_network, spec.facts.companions))
     around = RunSizes(
         bucket=max(sizes, key=lambda size: spec.facts.geometry.num_tokens(*size)),
         sampled=tuple(sizes),
-        parts={part: size for part in spec.facts.networks[:-1] if (size := frozen_bytes(spec, part)) is not None},
+        parts={part: size for part in networks if (size := frozen_bytes(spec, part)) is not None},
+        experts={part: NetworkWeights(expert, spec) for part, expert in spec.experts_on_meta().items()},
         total=sum(p.numel() for p in network.parameters()),
     )
     return plan_run(config, spec.facts.geometry, network, spec=spec, around=around).peaks[VALIDATION]

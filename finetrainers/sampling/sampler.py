@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,13 @@ from finetrainers.training.sampling import (
     encode_prompts,
     sample_prompts,
 )
-from finetrainers.training.trained_weights import attach_lora, load_ema_weights, replace_lora, store_frozen_weights
+from finetrainers.training.trained_weights import (
+    attach_lora,
+    load_ema_weights,
+    replace_lora,
+    store_expert,
+    store_frozen_weights,
+)
 from finetrainers.utils.process_state import free_memory
 
 from .weights import Weights
@@ -53,6 +60,9 @@ class Sampler:
         self.spec = family.load(config.model)
         self.parallel = parallel
         self.offload = offload
+        #: Quantizes networks, or None for the CPU, where idle ones wait.
+        self._storing_device = None if offload else parallel.device
+        self.spec.store_expert = partial(store_expert, config=config, spec=self.spec, device=self._storing_device)
         self._scheduler = self.spec.load_scheduler()
         self._vae: nn.Module | None = None
         self._network: nn.Module | None = None
@@ -164,8 +174,7 @@ class Sampler:
         if weights.averages is not None:
             load_ema_weights(weights.averages, network)
         if weights.kind != "full":
-            device = None if self.offload else self.parallel.device
-            store_frozen_weights(network, self.config, self.spec, dtype=dtype, device=device)
+            store_frozen_weights(network, self.config, self.spec, dtype=dtype, device=self._storing_device)
         return network.eval().requires_grad_(False)
 
 

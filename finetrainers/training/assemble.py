@@ -50,7 +50,7 @@ from .guards.memory import advise_on_oom
 from .load_inputs import load_batch_source, load_text_conditioning
 from .sampling import EncodedPrompts
 from .state import TrainState
-from .trained_weights import load_trainable_transformer, mapped_dtype, store_initial_lora
+from .trained_weights import load_trainable_transformer, mapped_dtype, store_expert, store_initial_lora
 from .trainer import Trainer
 from .watchdog import Watchdog
 
@@ -138,6 +138,7 @@ def _load_trained(checked: ResolvedRun, spec: ModelSpec, parallel: Strategy, *, 
     """Return the transformer, with its adapter attached, and its optimizer, as the strategy has prepared them."""
     config, swapped = checked.config, checked.config.memory.blocks_to_swap
     assert swapped != "auto", "it was chosen"
+    spec.store_expert = partial(store_expert, config=config, spec=spec, device=parallel.device, swapped=swapped)
     dtype, mapped = trainable_dtype(config), mapped_dtype(checked, spec)
     with report_loading(checked, "transformer"):
         return parallel.prepare(

@@ -19,11 +19,12 @@ from finetrainers.config.errors import ConfigError
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import TrainingSection
 from finetrainers.memory.activation_plan import select_evenly
+from finetrainers.memory.block_swap import swap_blocks
 from finetrainers.memory.casting import cast_adapter_for_each_use, enable_layerwise_upcasting
 from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.memory.quantization import quantize_frozen, summary
 from finetrainers.methods.reference import REFERENCE_ADAPTER
-from finetrainers.models.spec import DTYPES, ModelSpec, weight_files
+from finetrainers.models.spec import DTYPES, ModelSpec, input_dtype, weight_files
 from finetrainers.parallel.strategy import Strategy, WeightFilter
 from finetrainers.plan.initial_weights import INITIAL_LORA, LORA_FILE, strip_component
 from finetrainers.plan.preflight import ResolvedRun, attribute_to_option
@@ -145,6 +146,25 @@ def store_frozen_weights(
         )
     if config.memory.quantize_frozen != "none":
         _quantize(transformer, config, spec, device)
+
+
+def store_expert(
+    network: nn.Module, config: TrainConfig, spec: ModelSpec, *, device: torch.device | None, swapped: int = 0
+) -> None:
+    """Store the other expert as `store_frozen_weights` stores the network that is trained, its LoRA on top; in place.
+
+    Args:
+        network: on the CPU, with its LoRA, and frozen.
+        config, spec: of the run, and of its model.
+        device: quantizes it, and computes with swapped blocks; default: the CPU.
+        swapped: number of its blocks that wait in host memory.
+    """
+    if config.memory.quantize_frozen != "none":
+        print_line("the other expert:")
+    store_frozen_weights(network, config, spec, dtype=input_dtype(network), device=device)
+    blocks = spec.block_modules(network)
+    if swapped:
+        swap_blocks(network, blocks, min(swapped, len(blocks)), device or torch.device("cpu"))
 
 
 def _quantize(transformer: nn.Module, config: TrainConfig, spec: ModelSpec, device: torch.device | None) -> None:

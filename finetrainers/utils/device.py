@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .launch import is_enabled
 
@@ -31,12 +33,13 @@ def likely_device_type() -> str:
 
     When processes join, it is compared with torch's device (`device_problem`).
     """
-    try:
-        can_use_cuda = "+cpu" not in version("torch")
-    except PackageNotFoundError:
-        can_use_cuda = False
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and not is_enabled("ACCELERATE_USE_CPU")
-    return "cuda" if can_use_cuda and visible and has_nvidia_driver() else "cpu"
+    if not visible or not has_nvidia_driver():  # before torch's metadata are read, which takes longer
+        return "cpu"
+    try:
+        return "cuda" if "+cpu" not in version("torch") else "cpu"
+    except PackageNotFoundError:
+        return "cpu"
 
 
 def has_nvidia_driver() -> bool:
@@ -85,6 +88,27 @@ def page_locked_bytes(size: int) -> int:
 def allocator_settings() -> str:
     """Return the configuration of torch's CUDA allocator, `NAME=VALUE`, or an empty string without one."""
     return next((f"{name}={os.environ[name]}" for name in ALLOCATOR if os.environ.get(name)), "")
+
+
+@contextlib.contextmanager
+def meta_device() -> Iterator[None]:
+    """Create tensors on the meta device within the block, without the random values of layers, half of the time."""
+    import torch
+    from torch import Tensor
+    from torch.nn import init
+    from torch.overrides import TorchFunctionMode
+
+    draws = {init.kaiming_uniform_, init.normal_, init.uniform_, Tensor.normal_, Tensor.uniform_}
+
+    class SkipDraws(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if func in draws and (tensor := args[0] if args else kwargs["tensor"]).is_meta:
+                return tensor
+            return func(*args, **kwargs)
+
+    with torch.device("meta"), SkipDraws():
+        yield
 
 
 def device_problem() -> str | None:

@@ -47,6 +47,8 @@ class FakeModel:
         geometry = Geometry(temporal=1, spatial=8, patch=1, patch_t=1, fps=8.0)
         self.facts = Facts(geometry, first_frame="channels" if first_frame else "none", first_frame_noise=noise)
 
+    given_pixels = ModelSpec.given_pixels
+
     def encode_text(self, prompts: Sequence[str]) -> PromptEmbeds:
         self.prompts += prompts
         rows = [torch.tensor([len(p) + 1.0, sum(map(ord, p)) / 100]).repeat(3, 1) for p in prompts]

@@ -26,10 +26,11 @@ request=$(mktemp -d "$SNIPPET_REQUESTS/XXXXXX")
 printf '%s\0' "${0##*/}" "$@" > "$request/arguments"
 env -0 > "$request/environment"
 pwd > "$request/directory"
+mkfifo "$request/exit"
 mv "$request" "$request.asked"
-until [ -e "$request.asked/exit" ]; do sleep 0.02; done
+read -r code < "$request.asked/exit"
 cat "$request.asked/output"
-exit "$(cat "$request.asked/exit")"
+exit "$code"
 """
 
 
@@ -98,22 +99,26 @@ class Shell:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         deadline = time.monotonic() + _TIMEOUT_S
+        answered: dict[Path, int] = {}
         try:
             while shell.poll() is None:
-                for request in self._requests.glob("*.asked"):
-                    if not (request / "exit").exists():
-                        self._answer(request)
+                for request in {*self._requests.glob("*.asked")} - answered.keys():
+                    answered[request] = self._answer(request)
                 assert time.monotonic() < deadline, f"this takes too long:\n{script}"
                 time.sleep(0.01)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(shell.pid, signal.SIGKILL)
+            for request, pipe in answered.items():
+                os.close(pipe)
+                request.rename(request.with_suffix(".answered"))
         assert shell.stdout is not None
         printed = shell.stdout.read()
         assert shell.returncode == 0, f"exit code {shell.returncode} of\n{script}\n{printed[-6000:]}"
         return printed
 
-    def _answer(self, request: Path) -> None:
+    def _answer(self, request: Path) -> int:
+        """Run a program, and return the pipe with its exit code, open until the code has been read."""
         name, *arguments = (request / "arguments").read_text().split("\0")[:-1]
         environment = dict(entry.split("=", 1) for entry in (request / "environment").read_text().split("\0")[:-1])
         done = self._python(
@@ -123,8 +128,9 @@ class Shell:
         code = done.wait(_TIMEOUT_S)
         code = code if code >= 0 else 128 - code  # as a shell counts signals
         (request / "output").write_text(done.stdout + done.stderr)
-        (request / "exit.part").write_text(str(code))
-        (request / "exit.part").rename(request / "exit")
+        pipe = os.open(request / "exit", os.O_RDWR)  # does not wait for the reader, who may have been killed
+        os.write(pipe, f"{code}\n".encode())
+        return pipe
 
 
 def as_python(name: str, arguments: list[str], environment: dict[str, str]) -> list[str]:

@@ -75,8 +75,13 @@ def test_the_device_holds_two_slots() -> None:
     network.to(device)
     assert torch.cuda.max_memory_allocated() - before <= 2 * 32 * MIB + MIB
     assert swap.host_bytes == 12 * 32 * MIB
-    network.to("cpu")
-    network.to(device)
+    x = torch.randn(4, 4096, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = network(x)
+        network.to("cpu")  # a copy is on its way
+        assert torch.cuda.memory_allocated() - before <= MIB
+        network.to(device)
+        assert torch.equal(network(x), expected)
     assert torch.cuda.max_memory_allocated() - before <= 2 * 32 * MIB + MIB
 
 

@@ -22,6 +22,7 @@ from finetrainers.memory.advice import (
     sharing_options,
     with_options_set,
 )
+from finetrainers.plan.memory_lines import advice_lines
 
 CONFIG = load_config(model_name="ltx_video", pretrained_model_name_or_path="somewhere")
 
@@ -38,6 +39,20 @@ def test_every_switch_is_a_valid_flag() -> None:
         assert not switch.cost.endswith(".")
     prices = [switch.price for switch in MEMORY_OPTIONS]
     assert min(prices) > 0
+
+
+def test_an_option_may_be_for_the_host_alone() -> None:
+    smaller = MemoryOption({"quantize_frozen": "nf4"}, "rounds", 1)
+
+    def outcomes(config: TrainConfig) -> Outcome:
+        is_small = config.memory.quantize_frozen == "nf4"
+        return Outcome({"training_step": 5.0, "loading": 2.0 if is_small else 3.0}, host=10.0 if is_small else 40.0)
+
+    advice = cheapest(CONFIG, outcomes, budget=10, host=20, switches=[smaller])
+    assert advice is not None
+    [chosen] = advice.switches
+    assert (chosen.saves, chosen.saves_host) == (0.0, 30.0)
+    assert ["30 B" in line and "host memory" in line for line in advice_lines(advice, "")[1:3]] == [False, True]
 
 
 @pytest.mark.parametrize(

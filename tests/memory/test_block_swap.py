@@ -108,6 +108,23 @@ def test_results_are_the_same_bit_for_bit(family: str, stored: ActivationMemory,
             assert torch.equal(ours, theirs)
 
 
+def test_freed_slots_are_filled_again(spec_of: Callable[..., Any]) -> None:
+    """They are freed while the network is not used, with copies on their way, and take no memory until it is."""
+    spec, conditions = spec_of("ltx_video")
+    network = adapted(spec)
+    swap = swap_blocks(network, spec.block_modules(network), 4, CPU)
+    expected = passes(spec, conditions, network)
+    slots = {w.untyped_storage()._cdata: w.untyped_storage() for w in swap.weights(network).values()}
+    assert len(slots) == 2
+    network.zero_grad()
+    for _ in range(2):
+        swap.release()
+    assert [slot.size() for slot in slots.values()] == [0, 0]
+    again = passes(spec, conditions, network)
+    assert sum(slot.size() for slot in slots.values()) == swap.slot_bytes
+    assert all(map(torch.equal, again, expected))
+
+
 @pytest.mark.parametrize("stored", ["checkpoint", "none"])
 def test_a_block_that_is_not_awaited_is_seen(
     stored: ActivationMemory, spec_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

@@ -185,14 +185,12 @@ def test_auto_swaps_the_fewest_blocks_that_fit(
     assert fewest(32) == 0
     number = fewest(16)
     assert 3 < number < 60
-    peaks = {
-        n: memory.plan(with_blocks_to_swap(checked.config, n)).peaks["training_step"] for n in (number - 1, number)
-    }
+    peaks = {n: memory.plan(with_blocks_to_swap(checked.config, n)).peak for n in (number - 1, number)}
     assert with_reserve(peaks[number]) <= 16 * GIB < with_reserve(peaks[number - 1])
     assert fewest(32, memory_budget=16.0) == number, "the budget counts as what is free"
     assert "warning" not in capsys.readouterr().out
     assert fewest(2) == 60
-    assert re.search(r"^warning: .* training step, .*\n.+", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^warning: .* in the phase .*\n.+", capsys.readouterr().out, re.MULTILINE)
     parallel.device = torch.device("cpu")
     assert choose_settings(checked, parallel)[0].memory.blocks_to_swap == 0
 

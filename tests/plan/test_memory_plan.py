@@ -16,7 +16,6 @@ from refusals import refused_options
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.config.target import TargetDevice
-from finetrainers.memory.advice import OTHER_REMEDIES
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import RESERVE, with_reserve
 from finetrainers.methods.registry import method_spec
@@ -43,9 +42,10 @@ def checked(tiny_repo: Callable[..., Path], tmp_path: Path) -> Callable[..., Res
     def make(**options: Any) -> ResolvedRun:
         family, version = options.pop("family", "ltx_video"), options.pop("version", None)
         data = {"video_resolution_buckets": ["49x512x768"], "data_root": str(tmp_path / "absent")}
+        layers = {"layers": options.pop("layers")} if "layers" in options else {}
         sizes = {} if options.get("method") in ("grpo", "refl") else data
         config = load_config(
-            model_name=family, pretrained_model_name_or_path=str(tiny_repo(family, version)),
+            model_name=family, pretrained_model_name_or_path=str(tiny_repo(family, version, **layers)),
             output_dir=str(tmp_path / "run"), rank=4, optimizer="adamw", train_steps=2, **{**sizes, **options},
         )  # fmt: skip
         without_data = method_spec(config).without_data(config)
@@ -126,6 +126,20 @@ def test_companions_count_where_they_are(checked: Callable[..., ResolvedRun], tm
     rollouts = RunMemory(checked(**pair, **options)).plan()
     assert [phase for phase, parts in rollouts.phases.items() if "transformer" in parts] == ["rollout", "reward"]
     assert rollouts.host["rollout"] == pytest.approx(rollouts.host["training_step"] - other)
+
+    # It is stored as the trained one: quantized, and with as many swapped blocks.
+    for changes in ({"quantize_frozen": "int8"}, {"blocks_to_swap": 4}):
+        stored = RunMemory(checked(precompute_conditions=True, layers=4, **pair, **sampled, **changes)).plan()
+        alone = RunMemory(checked(precompute_conditions=True, layers=4, **pair, **changes)).plan()
+        on_gpu, swap = stored.phases["validation"], stored.step.swap
+        assert on_gpu["transformer"] == pytest.approx(on_gpu["frozen weights"] + swap.slots)
+        assert (swap.slots > 0) == ("blocks_to_swap" in changes)
+        assert sum(stored.phases["checkpoint"].values()) >= on_gpu["frozen weights"] + swap.slots
+        waiting = on_gpu["frozen weights"] + swap.host
+        assert stored.host["training_step"] == pytest.approx(alone.host["training_step"] + waiting)
+    assert stored.host["validation"] == pytest.approx(alone.host["training_step"] + swap.host)
+    whole = RunMemory(checked(precompute_conditions=True, layers=4, **pair)).plan()
+    assert waiting == pytest.approx(whole.phases["training_step"]["frozen weights"])
 
     animated: dict[str, Any] = {"family": "wan", "version": "i2v"}
     Image.new("RGB", (96, 64)).save(tmp_path / "first.png")
@@ -279,7 +293,26 @@ def test_a_budget_chooses(checked: Callable[..., ResolvedRun], capsys: pytest.Ca
     assert RunMemory(run, gpu_gib=0.8 * needed).plan(advice.config).peaks == pytest.approx(dict(advice.outcome.peaks))
     with refused_options(("--memory_budget", "too_large")) as caught:
         within_budget(with_budget(1e-6))
-    assert all(remedy in str(caught.value) for remedy in OTHER_REMEDIES)
+    assert all(remedy in str(caught.value) for remedy in memory.other_remedies(memory.plan()))
+
+
+def test_remedies_are_those_of_the_run(checked: Callable[..., ResolvedRun]) -> None:
+    """What is set already, or cannot apply, is left out; the phase of the peak comes first."""
+    memory = RunMemory(checked(precompute_conditions=True, validation_prompts="a cat@@@97x1024x1024",
+                               validation_steps=1))  # fmt: skip
+    plan = memory.plan()
+    assert plan.peak_phase == "validation"
+    sampled, *others = memory.other_remedies(plan)
+    assert "--validation_prompts" in sampled
+    absent = ("--training_type", "--batch_size", "--validation_prompts")
+    assert [option for option in absent if option in " ".join(others)] == []
+    full = RunMemory(checked(training_type="full-finetune", batch_size=2, fsdp="full", sp_size=1))
+    text = " ".join(full.other_remedies(full.plan()))
+    assert [option in text for option in (*absent, "--fsdp", "--sp_size")] == [True, True, False, False, True]
+    rollouts = RunMemory(
+        checked(family="hunyuan_video", method="grpo", rollout_size="17x128x128", reward=["brightness"])
+    )
+    assert "--rollout_size" in " ".join(rollouts.other_remedies(rollouts.plan()))
 
 
 def test_advice_that_would_be_refused_is_not_given(checked: Callable[..., ResolvedRun]) -> None:

@@ -16,9 +16,11 @@ from real_process import Python
 from refusals import refused_command
 from safetensors.torch import load_file
 
+from finetrainers.cli.main import main
 from finetrainers.config.load import load_config
 from finetrainers.models import common
 from finetrainers.models.registry import get_family
+from finetrainers.training.callbacks import validation
 
 RECIPE = Path(__file__).parents[2] / "examples" / "wan" / "a14b_pair" / "stages.toml"
 #: A busy machine is many times slower.
@@ -125,12 +127,54 @@ def test_rollouts_and_samples_share_the_other_expert(
         assert other[adapter].equal(tensor.to(other[adapter].dtype))
 
 
+@pytest.mark.parametrize("changes", [{"blocks_to_swap": 3}, {"quantize_frozen": "int8", "blocks_to_swap": 4}])
+def test_the_other_expert_is_stored_as_the_trained_one(
+    changes: dict[str, Any], options: Callable[..., dict], run: Callable[..., Any],
+    tiny_repo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Its blocks wait in host memory, and rollouts, samples and training stay the same to the last bit."""
+    given = options("wan", version="a14b", expert="high", train_steps=1)
+    given["pretrained_model_name_or_path"] = str(tiny_repo("wan", "a14b", layers=4))
+    for name in ("data_root", "video_resolution_buckets"):
+        del given[name]
+    given |= {
+        "method": "grpo", "prompts": _prompts(tmp_path), "reward": ["smoothness"], "rollout_size": "5x32x32",
+        "prompts_per_step": 1, "num_generations": 2, "sampling_steps": 3, "window_size": 1,
+        "validation_prompts": "a tiger@@@5x32x32", "validation_steps": 1, "validation_inference_steps": 2,
+    }  # fmt: skip
+    written: list[np.ndarray] = []
+    write = validation.write_sample
+    monkeypatch.setattr(validation, "write_sample", lambda *a, **k: written.append(a[2]) or write(*a, **k))
+    trained = []
+    for name, options_of_run in (("swapped", changes), ("plain", {**changes, "blocks_to_swap": 0})):
+        done = run(**given | {"output_dir": str(tmp_path / name), **options_of_run})
+        trained.append(load_file(done.root / _LORA))
+        other: Any = done.state.spec.companions["transformer_2"]
+        layers = [block.attn1.to_q for block in other.blocks]
+        weights = [getattr(layer, "codes" if "quantize_frozen" in changes else "weight") for layer in layers]
+        storages = {weight.untyped_storage().data_ptr() for weight in weights}
+        assert len(storages) == 4 - options_of_run["blocks_to_swap"] + (2 if name == "swapped" else 0)
+    assert all(tensor.equal(trained[1][name]) for name, tensor in trained[0].items())
+    half = len(written) // 2
+    assert half > 1
+    assert all(map(np.array_equal, written[:half], written[half:]))
+
+
 _LORA = "pytorch_lora_weights.safetensors"
 
 
 def _prompts(folder: Path) -> str:
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "a tiger"}) + "\n")
     return str(folder / "prompts.jsonl")
+
+
+def test_the_recipe_for_a_small_card_is_planned(
+    command: Callable[..., list], capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = RECIPE.parents[1] / "a14b_pair_24gb" / "stages.toml"
+    assert main(["run", str(small), *command("a14b", "--plan")[4:]]) == 0
+    printed = capsys.readouterr().out
+    assert [stage in printed for stage in ("high", "low")] == [True, True]
 
 
 def test_stages_that_are_no_pair_are_refused(command: Callable[..., list], tmp_path: Path) -> None:

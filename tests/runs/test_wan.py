@@ -193,7 +193,10 @@ def test_open_options_have_the_published_values(
 
     config = choose(values)
     assert numbers(config) == (shift, *guidance)
-    assert config.validation.validation_negative_prompt == NEGATIVE_PROMPT
+    negative_prompt = config.validation.validation_negative_prompt
+    assert negative_prompt is not None
+    assert negative_prompt.endswith(NEGATIVE_PROMPT)
+    assert len(negative_prompt) - len(NEGATIVE_PROMPT) == {"i2v": 5, "flf2v": 10}.get(version, 0)
     assert {name for name, source in config.chosen.items() if source == "family"} >= {"flow_shift"}
     given = choose({**values, "flow_shift": 1.0, "validation_guidance_scale": 6.0, "validation_negative_prompt": ""})
     assert numbers(given) == (1.0, 6.0, None)

@@ -16,6 +16,7 @@ from PIL import Image
 from refusals import refused_command
 
 from finetrainers.config.sections import ModelSection, TrainingSection
+from finetrainers.memory.quantization import quantize_frozen
 from finetrainers.models.registry import get_family
 from finetrainers.plan.trainable import make_trainable
 from finetrainers.training.sampling import load_video_segment, sample_seed
@@ -51,7 +52,7 @@ def test_samples_are_those_of_the_pipeline(
     repository = tiny_repo(family, version)
     spec = random_lora(family, repository, tmp_path / "lora")
     flags: list[object] = []
-    given: dict[str, Any] = {"negative_prompt": ""}
+    given: dict[str, Any] = {"negative_prompt": spec.facts.defaults.get("validation_negative_prompt", "")}
     takes_image = spec.facts.first_frame != "none"
     if takes_image:
         Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(
@@ -117,7 +118,7 @@ def test_samples_have_the_loras_of_both_experts(
     """As users load a pair; the base model has neither, and another LoRA in the other expert gives other samples."""
     repository = tiny_repo("wan", "a14b")
     for seed, name in enumerate(("a_high_noise", "a_low_noise")):
-        random_lora("wan", repository, tmp_path / name, seed)
+        spec = random_lora("wan", repository, tmp_path / name, seed)
     low, high = tmp_path / "a_low_noise", tmp_path / "a_high_noise"
     flags = ["--pretrained_model_name_or_path", repository, "--prompts", PROMPT, "--size", "9x64x64", "--seed", SEED,
              "--num_inference_steps", 3, "--guidance_scale", 1, "--expert", "low", "--output_dir", tmp_path / "out",
@@ -144,6 +145,13 @@ def test_samples_have_the_loras_of_both_experts(
     code, alone = sample(low, *flags)
     assert code == 0
     assert all(np.abs(other.astype(int) - clip).max() > 2 for other in alone.values())
+
+    code, quantized = sample(low, "--other_expert", high, "--quantize_frozen", "int8", *flags)
+    assert code == 0
+    for network in (pipeline.transformer, pipeline.transformer_2):
+        quantize_frozen(network, "int8", skip=spec.unquantized)
+    assert np.array_equal(*quantized.values(), stock())
+    assert np.abs(next(iter(quantized.values())).astype(int) - clip).max() > 0
 
 
 def test_files_of_experts_cannot_be_swapped(tiny_repo: Callable[..., Path], tmp_path: Path) -> None:

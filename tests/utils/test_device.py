@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
+from torch import nn
 
 from finetrainers.utils import device
 from finetrainers.utils.device import (
@@ -14,6 +16,7 @@ from finetrainers.utils.device import (
     allocator_settings,
     configure_allocator,
     knows_allocator_setting,
+    meta_device,
     page_locked_bytes,
 )
 
@@ -21,7 +24,7 @@ EXPANDABLE, LIMITED = "expandable_segments:True", f"{PINNED_SETTING}:{PINNED_ROU
 
 
 @pytest.mark.parametrize(
-    ("kind", "platform", "torch", "is_known", "given", "expected"),
+    ("kind", "platform", "torch_version", "is_known", "given", "expected"),
     [
         ("cuda", "linux", "2.13.0", True, {}, f"PYTORCH_ALLOC_CONF={EXPANDABLE},{LIMITED}"),
         ("cuda", "linux", "2.11.0", False, {}, f"PYTORCH_ALLOC_CONF={EXPANDABLE}"),
@@ -34,13 +37,13 @@ EXPANDABLE, LIMITED = "expandable_segments:True", f"{PINNED_SETTING}:{PINNED_ROU
     ],
 )
 def test_settings(
-    kind: str, platform: str, torch: str, is_known: bool, given: dict[str, str], expected: str,
+    kind: str, platform: str, torch_version: str, is_known: bool, given: dict[str, str], expected: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     for name in ALLOCATOR:
         monkeypatch.setenv(name, given.get(name, ""))  # so that it is undone
     monkeypatch.setattr(device, "likely_device_type", lambda: kind)
-    monkeypatch.setattr(device, "version", lambda _: torch)
+    monkeypatch.setattr(device, "version", lambda _: torch_version)
     monkeypatch.setattr(device, "knows_allocator_setting", lambda _: is_known)
     monkeypatch.setattr(sys, "platform", platform)
     configure_allocator()
@@ -67,3 +70,18 @@ def test_settings_are_looked_for_in_torch(monkeypatch: pytest.MonkeyPatch) -> No
     assert not knows_allocator_setting("a_setting_of_no_torch")
     monkeypatch.setattr(device, "find_spec", lambda _: None)
     assert not knows_allocator_setting.__wrapped__("expandable_segments")
+
+
+def test_layers_on_the_meta_device_draw_nothing_and_other_tensors_do() -> None:
+    with torch.device("meta"):
+        plain = nn.Sequential(nn.Linear(3, 4), nn.Embedding(5, 6), nn.LayerNorm(7)).state_dict()
+    state = torch.get_rng_state()
+    with meta_device():
+        skipped = nn.Sequential(nn.Linear(3, 4), nn.Embedding(5, 6), nn.LayerNorm(7)).state_dict()
+        assert torch.equal(torch.get_rng_state(), state)
+        drawn = [nn.init.normal_(torch.zeros(99, device="cpu")), torch.zeros(99, device="cpu").uniform_()]
+    assert [(name, tensor.shape, tensor.dtype) for name, tensor in skipped.items()] == [
+        (name, tensor.shape, tensor.dtype) for name, tensor in plain.items()
+    ]
+    assert all(tensor.is_meta for tensor in skipped.values())
+    assert all(tensor.std() > 0.1 for tensor in drawn)

@@ -123,8 +123,10 @@ def _check_method(config: TrainConfig) -> Iterator[Finding]:
     """Refuse options of other methods."""
     method = config.training.method
     for table, section in sections().items():
+        if not section.methods or method in section.methods:
+            continue
         flags = [f"--{name}" for name, option in fields().items() if option.section == table and config.changed(name)]
-        if section.methods and method not in section.methods and flags:
+        if flags:
             way_out = f"add --method {section.methods[0]} or remove them"
             yield "method", f"{method} does not use {', '.join(flags)}; {way_out}", "unsupported"
 

@@ -17,6 +17,7 @@ from torch import nn
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import is_network
 from finetrainers.config.sections import ModelSection
+from finetrainers.utils.device import meta_device
 from finetrainers.utils.failures import Kind
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.launch import launched_local_rank
@@ -235,7 +236,7 @@ def non_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def _on_meta(cls: Any, settings: Mapping[str, Any]) -> nn.Module:
-    with torch.device("meta"):
+    with meta_device():
         if issubclass(cls, ModelMixin):
             return cls.from_config(dict(settings))
         return cls(cls.config_class.from_dict(dict(settings)))

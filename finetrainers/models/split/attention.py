@@ -72,11 +72,20 @@ _MEMBERS = {name: AttentionBackendName(name) for name in BACKENDS}
 
 
 def set_processors(blocks: Iterable[nn.Module], processor: Any) -> None:
-    """Let all attention layers within these blocks run by a processor."""
+    """Let all attention layers within these blocks run by a processor.
+
+    Raises:
+        TypeError: no layer of a block has a processor, so that its attention would stay as it is.
+    """
     for block in blocks:
-        for module in block.modules():
-            if hasattr(module, "set_processor"):
-                module.set_processor(processor)  # type: ignore[operator]
+        layers = [module for module in block.modules() if hasattr(module, "processor")]
+        if not layers:
+            raise TypeError(f"no layer of a {type(block).__name__} has a `processor` to replace")
+        for layer in layers:
+            if hasattr(layer, "set_processor"):
+                layer.set_processor(processor)  # type: ignore[operator]
+            else:
+                layer.processor = processor
 
 
 def check_attention(spec: Any, device: torch.device, dtype: torch.dtype) -> str:

@@ -45,7 +45,7 @@ class SequenceParallelPlan:
     Attributes:
         inputs: arguments of the network by name, with that dimension; those that do not have it are whole.
         outputs: modules whose output is split, with that dimension.
-        entries: modules whose first argument is split, with that dimension.
+        entries: modules whose first argument, or the first one by name, is split, with that dimension.
         unsplit: modules before these, which see all tokens.
         text_first: those modules whose output begins with text tokens: as many as their first argument has.
         last: the module whose output is joined, in dimension 1.
@@ -241,15 +241,20 @@ def split_tokens(network: nn.Module, plan: SequenceParallelPlan, sequence: Seque
     def split_output(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return _split(output, plan.outputs[name], sequence, text=args[0].shape[1] if name in plan.text_first else 0)
 
-    def split_entry(dim: int, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_split(args[0], dim, sequence), *args[1:])
+    def split_entry(
+        dim: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (_split(args[0], dim, sequence), *args[1:]), kwargs
+        first = next(iter(kwargs))
+        return args, {**kwargs, first: _split(kwargs[first], dim, sequence)}
 
     if plan.inputs:
         network.register_forward_pre_hook(split_inputs, with_kwargs=True)
     for name in plan.outputs:
         network.get_submodule(name).register_forward_hook(partial(split_output, name))
     for name, dim in plan.entries.items():
-        network.get_submodule(name).register_forward_pre_hook(partial(split_entry, dim))
+        network.get_submodule(name).register_forward_pre_hook(partial(split_entry, dim), with_kwargs=True)
     network.get_submodule(plan.last).register_forward_hook(lambda _, args, output: sequence.join(output))
 
 

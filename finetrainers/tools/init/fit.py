@@ -7,7 +7,6 @@ from typing import Any
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import load_config
 from finetrainers.config.target import planned_gpu, target_device
-from finetrainers.memory.advice import OTHER_REMEDIES
 from finetrainers.memory.fit import usable_host, with_reserve
 from finetrainers.memory.phases import RunPlan
 from finetrainers.plan.dry_run import unseen_reason, with_packaged_configs
@@ -50,7 +49,7 @@ def memory_options(checked: ResolvedRun, answers: Answers) -> tuple[dict[str, An
     if gib is None:
         planned = f"{file_size(plan.peak + plan.machine_bytes)} of host memory"
         if not _fits_cpu(memory, plan):
-            raise _too_large(answers, f"{file_size(memory.host)} of host memory", planned)
+            raise _too_large(answers, f"{file_size(memory.host)} of host memory", planned, memory.other_remedies(plan))
         return {}, {}, f"planned peak{source}: {planned}"
     gpu = planned_gpu(checked.config)
     size = f"{gib:.3g} GiB" if gpu is None else gpu.name
@@ -61,7 +60,10 @@ def memory_options(checked: ResolvedRun, answers: Answers) -> tuple[dict[str, An
         advice = memory.advice(gib, device=target_device(checked.config))
         if advice is None:
             raise _too_large(
-                answers, f"{size} with {file_size(memory.host)} of host memory", _describe(peak, host, "on the GPU")
+                answers,
+                f"{size} with {file_size(memory.host)} of host memory",
+                _describe(peak, host, "on the GPU"),
+                memory.other_remedies(plan),
             )
         peak, host = advice.outcome.peak, advice.outcome.host
         for applied in advice.switches:
@@ -106,13 +108,13 @@ def _fits_cpu(memory: RunMemory, plan: RunPlan) -> bool:
     return plan.peak + plan.machine_bytes <= usable_host(memory.host)
 
 
-def _too_large(answers: Answers, machine: str, planned: str) -> ConfigError:
+def _too_large(answers: Answers, machine: str, planned: str, remedies: list[str]) -> ConfigError:
     """Return the error of a model that does not fit a machine, with one that does."""
     smaller_first = [model for model in offered_models() if model != answers["model"]]
     # A CPU is too slow for more than the demo model.
     fitting = first_that_fits(answers, smaller_first if answers["card"] == CPU else smaller_first[::-1])
-    remedies = [] if fitting is None else [f"--model {fitting}, which fits"]
-    lines = "".join(f"\n    * {remedy}" for remedy in [*remedies, *OTHER_REMEDIES])
+    models = [] if fitting is None else [f"--model {fitting}, which fits"]
+    lines = "".join(f"\n    * {remedy}" for remedy in [*models, *remedies])
     message = (
         f"{answers['model']} does not fit {machine}: {planned} are planned, and no set of options makes it fit; "
         f"use one of:{lines}"
