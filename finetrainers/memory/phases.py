@@ -197,6 +197,13 @@ def _largest(*moments: Mapping[str, float]) -> Mapping[str, float]:
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
+def _loaded_width(config: TrainConfig) -> float:
+    """Return the bytes of a number of the network as it is read into host memory."""
+    if config.training.training_type == "full-finetune":
+        return 4 if config.training.master_weights == "fp32" else 2
+    return DTYPE_BYTES[config.model.transformer_dtype]
+
+
 class _Phases:
     """The parts of each phase."""
 
@@ -245,11 +252,8 @@ class _Phases:
         self.trained = around.trained
         self.network = around.weights or NetworkWeights(transformer, spec)
         self.largest = self.network.largest
-        is_full = config.training.training_type == "full-finetune"
-        width = 4 if is_full and config.training.master_weights == "fp32" else 2
-        #: Bytes of a number, and of the network, as it is read into host memory.
-        self.loaded_width = float(width if is_full else DTYPE_BYTES[config.model.transformer_dtype])
-        self.loaded = around.total * self.loaded_width
+        #: Bytes of the network as it is read into host memory.
+        self.loaded = around.total * _loaded_width(config)
         self.width = spec.width(transformer)
         self.zero = around.split.zero_stage > 0
 
@@ -445,7 +449,7 @@ class _Phases:
             )  # fmt: skip
         else:
             if split.weights_on_host:
-                num_bytes += self.network.page_locked_bytes(self.loaded_width, shards=split.weights)
+                num_bytes += self.network.page_locked_bytes(_loaded_width(config), shards=split.weights)
                 num_bytes += self.network.page_locked_bytes(4.0, shards=split.gradients, trained=True)
             if split.optimizer_on_host:
                 num_bytes += self.trained * optimizer_state_bytes(config) / split.optimizer

@@ -18,6 +18,7 @@ from torch.profiler import record_function
 from finetrainers.methods.base import Step
 from finetrainers.optim.in_backward import get_step_in_backward
 from finetrainers.optim.schedules import set_lr
+from finetrainers.parallel.hardware import hardware_monitor
 from finetrainers.plan.start_report import print_stopped
 from finetrainers.plan.throughput import peak_flops, with_rates
 from finetrainers.rundir.find import checkpoints_dir
@@ -32,7 +33,6 @@ from .callbacks.metrics import summarize_records
 from .checkpoints.async_save import BackgroundSave
 from .checkpoints.save import reserve_memory, save_checkpoint
 from .guards.memory import Attempt, advise_on_oom
-from .hardware import hardware_monitor
 from .memory_probe import probe_memory, wants_memory_probe
 from .rollback import roll_back
 from .state import TrainState

@@ -100,8 +100,8 @@ def check_attention(spec: Any, device: torch.device, dtype: torch.dtype) -> str:
 
 def native_kernel(*, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """Return the backend whose kernel PyTorch selects for attention that is trained and has no mask."""
-    inputs = (torch.empty(1, 2, 192, head_dim, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    selected = SDPBackend(torch._fused_sdp_choice(*inputs)).name.partition("_ATTENTION")[0].lower()
+    query = torch.empty(1, 2, 192, head_dim, device=device, dtype=dtype, requires_grad=True)
+    selected = SDPBackend(torch._fused_sdp_choice(query, query, query)).name.partition("_ATTENTION")[0].lower()
     return f"_native_{selected}"
 
 
