@@ -69,7 +69,8 @@ def test_other_derived_sets_are_what_they_were():
     places = {"output_dir", "logging_dir", "data_root", "dataset_file", "dataset", "cache_dir", "precompute_dir",
               "prompt_embeddings_dir"}  # fmt: skip
     assert those(resume="unlisted") == invocation | places | {
-        "init_from", "pretrained_model_name_or_path", "transformer_id", "hub_model_id", "report_to", "tracker_name", "profile_steps",
+        "init_from", "pretrained_model_name_or_path", "transformer_id", "hub_model_id", "report_to", "tracker_name",
+        "profile_steps",
         "batch_size",
         "gradient_accumulation_steps",
     }  # fmt: skip
