@@ -22,7 +22,7 @@ from finetrainers.config.flags import parse_flags
 from finetrainers.config.help import PREPARE, TRAIN
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils import exit_codes
-from finetrainers.utils.device import use_expandable_segments
+from finetrainers.utils.device import configure_allocator
 from finetrainers.utils.exit_in_time import exit_in_time
 from finetrainers.utils.failures import InputError, user_message
 from finetrainers.utils.launch import launch_problems, launched_rank, print_error, print_refusal
@@ -169,7 +169,7 @@ _ON_A_GPU = ("sample", "search-batch")
 def _run_unparsed(command: str, argv: Sequence[str]) -> int:
     """Run a command of `_UNPARSED`; return an exit code."""
     if command in _ON_A_GPU:
-        use_expandable_segments()
+        configure_allocator()
     if _cannot_start(joining=command != "run"):
         return exit_codes.CONFIGURATION
     try:
@@ -224,7 +224,7 @@ class _RunOptions(contextlib.AbstractContextManager["_RunOptions"]):
         """Return the configuration, or None if there is nothing to run and `code` says why."""
         configure_logging()
         yield_idle_threads()
-        use_expandable_segments()
+        configure_allocator()
         if _cannot_start():
             self.code = exit_codes.CONFIGURATION
             return None

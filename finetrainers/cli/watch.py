@@ -13,7 +13,7 @@ from finetrainers.config.base import read_path
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.watch import WatchSection
 from finetrainers.utils import exit_codes
-from finetrainers.utils.device import use_expandable_segments
+from finetrainers.utils.device import configure_allocator
 from finetrainers.utils.launch import print_error
 from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.process_state import environment_restored, gc_paused
@@ -85,7 +85,7 @@ def _planned(argv: Sequence[str]) -> WatchPlan:
 
         try:
             use_device(arguments.options.device)
-            use_expandable_segments()
+            configure_allocator()
             plan = plan_watch(read_path(arguments.targets[0]), arguments.options, arguments.flags)
         except ConfigError as error:
             problems += error.problems

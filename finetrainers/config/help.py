@@ -31,7 +31,15 @@ All options are also listed in docs/reference/configuration.md."""
 _CONFIG = "TOML file of options, or the name of a recipe; --help recipes lists them."
 _WIDE = 40  # characters of choices above which they are not shown after the flag
 _LONG = 100  # characters of choices above which only the help of the option lists them
-_METAVARS = {"integer": "N", "number": "X", "path": "PATH", "size": "SIZE", "reward": "REWARD", "kinds": "KIND=P,..."}
+_METAVARS = {
+    "integer": "N",
+    "number": "X",
+    "path": "PATH",
+    "size": "SIZE",
+    "reward": "REWARD",
+    "kinds": "KIND=P,...",
+    "steps": "FIRST:LAST",
+}
 
 
 @dataclass(frozen=True)

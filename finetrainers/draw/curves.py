@@ -238,7 +238,10 @@ _OTHERS = [
         Panel("Time per step", ("step_s", "seconds/", "waiting_s", "checkpoint_s"), unit="s", labels=_SECONDS),
     ),
     ("speed", Panel("Throughput", ("tokens_per_s",), unit="tokens/s")),
-    ("speed", Panel("Model FLOPs utilization (MFU)", ("mfu",), unit="share of peak")),
+    (
+        "speed",
+        Panel("Model FLOPs utilization (MFU)", ("mfu",), unit="share of peak; attention backward = 2.5 x forward"),
+    ),
     (
         "hardware",
         Panel("GPU power", ("gpu_power_w", f"gpu_power_w{OF_A_RANK}"), unit="W", labels={"gpu_power_w": "mean"}),

@@ -30,7 +30,9 @@ _BEFORE_RECORDS = frozenset(
 _RECORDS = frozenset(
     (IDENTITY, CONFIG, "env.json", "README.md", "report.html", "metrics.jsonl", "events.jsonl", "manifest.jsonl")
 ) | frozenset(("dataset.toml", "curves.png", "rollouts.png", "vq_reward.txt", "mq_reward.txt"))
-_FOLDERS = frozenset(("checkpoints", "samples", "rollouts", "pairs", "export", "watch", "videos", INITIAL_LORA))
+_FOLDERS = frozenset(
+    ("checkpoints", "samples", "rollouts", "pairs", "export", "watch", "videos", "profile", INITIAL_LORA)
+)
 #: Files that a launcher, a scheduler or a shell writes next to a run that it starts, and configuration files.
 _SUFFIXES_BESIDE = (".log", ".out", ".err", ".toml")
 #: A file in an exported folder that names its run and the other files of the export.

@@ -20,8 +20,11 @@ Kind = Literal[
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _FULL = os.strerror(errno.ENOSPC)
 #: Parts of messages of allocators: torch's on a device and on the host; CUDA's own (page-locked memory, a context,
-#: within NCCL); cuBLAS's, cuDNN's and cuFFT's.
-_SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
+#: within NCCL); cuBLAS's, cuDNN's and cuFFT's; torch's where CUDA cannot lock memory in place.
+_SIGNS = (
+    "out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed",
+    "registering memory failed with cudaerror: 2",
+)  # fmt: skip
 #: Parts of messages of gloo and NCCL when another process does not take part in a collective.
 _CONNECTIONS = ("gloo/transport/", "ncclRemoteError")
 #: Parts of their messages when that process has not ended, as far as known.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from on_devices import Run
 
-from finetrainers.training.hardware import GpuReader, HardwareMonitor, hardware_monitor
+from finetrainers.parallel.hardware import GpuReader, HardwareMonitor, hardware_monitor
 from finetrainers.utils.nvidia_smi import gpu_facts
 from finetrainers.utils.reading import read_jsonl
 
