@@ -21,6 +21,7 @@ from finetrainers.config.sections import ModelSection
 from finetrainers.models.registry import build_tiny, get_family
 from finetrainers.plan.ready import get_ready
 from finetrainers.runs.run import run
+from finetrainers.utils.phases import PHASES
 from finetrainers.utils.video import write_mp4
 
 Result = dict[str, Any]
@@ -71,7 +72,7 @@ def _of_rewards(root: Path, size: str, tiny: bool) -> dict[str, Any]:
     (root / "prompts.txt").write_text("a red ball\na blue cube\n", encoding="utf-8")
     return {
         "method": "grpo", "prompts": str(root / "prompts.txt"), "reward": ["brightness"], "rollout_size": size,
-        "prompts_per_step": 1, "num_generations": 4, "batch_size": 1, "sampling_steps": 2 if tiny else 8,
+        "prompts_per_step": 1, "num_generations": 4, "batch_size": 1, "sampling_steps": 5 if tiny else 8,
         "updates_per_rollout": 1,
     }  # fmt: skip
 
@@ -131,10 +132,10 @@ def read_run(directory: Path) -> Result:
         values = [record[name] for record in timed if name in record]
         if values:
             found[name] = sum(values) / len(values)
-    by_kind = {event["kind"]: event.get("gib", {}) for event in events}
-    planned, measured = by_kind.get("memory_planned", {}), by_kind.get("memory", {})
-    for phase in [*measured, *(phase for phase in planned if phase not in measured)]:
-        found["phases"][phase] = {"planned": planned.get(phase), **measured.get(phase, {})}
+    gib_by_event = {event["event"]: event.get("gib", {}) for event in events}
+    planned, measured = gib_by_event.get("memory_planned", {}), gib_by_event.get("memory", {})
+    for phase in (phase for phase in PHASES if phase in measured or phase in planned):
+        found["phases"][phase] = {"planned": planned.get(phase, {}), "measured": measured.get(phase, {})}
     table = next(directory.glob("profile/*.txt"), None)
     if table is not None:
         found["profile"] = table.read_text(encoding="utf-8")
