@@ -26,9 +26,11 @@ def page(machine: Mapping[str, str], results: Mapping[str, tuple[Any, Result]]) 
     }  # fmt: skip
     versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name != "device")
     lines = [f"# Measured on {machine['device']}", "", f"`python benchmarks/gpu.py`; {versions}. Memory in GiB."]
+    if machine["device"].startswith("CPU"):
+        lines.append("Tiny networks; options that a CPU refuses are replaced or left out.")
     for title, make in sections.items():
         if part := list(make(results)):
-            lines += ["", f"## {title}", "", *part]
+            lines += ["", f"## {title}", "", *(part[:-1] if part[-1] == "" else part)]
     minutes = sum(found.get("took_s", 0.0) for _, found in results.values()) / 60
     return "\n".join([*lines, "", f"{len(results)} jobs took {minutes:.1f} minutes."]) + "\n"
 
@@ -120,8 +122,7 @@ def _runs(results: Mapping[str, tuple[Any, Result]]) -> Iterator[str]:
             [phase, *(_number(sizes[figure].get(key), 2) for key, figure in names)]
             for phase, sizes in found["phases"].items()
         ]
-        yield from _table(("phase", *(f"{key}, {figure}" for key, figure in names)), rows)
-        yield ""
+        yield from (*_table(("phase", *(f"{key}, {figure}" for key, figure in names)), rows), "")
 
 
 def _profile(results: Mapping[str, tuple[Any, Result]]) -> Iterator[str]:
