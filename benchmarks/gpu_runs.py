@@ -29,7 +29,7 @@ _STEPS = 6
 #: Steps of the profile; neither they nor the one before them, in which the profiler starts, are timed.
 _PROFILED = (5, 6)
 #: Numbers that random weights repeat, since drawing billions takes minutes.
-_BLOCK = 2**24
+_BLOCK = 2**22
 
 
 def whole_run(method: str, *, tiny: bool) -> Result:
@@ -101,7 +101,7 @@ def _on_meta(part_class: Any, directory: Path) -> nn.Module:
 
 
 def write_random_weights(network: nn.Module, path: Path) -> None:
-    """Write bf16 weights for a network, without having them in memory."""
+    """Write bf16 weights for a network, without having them in memory: random matrices, scales of 1, biases of 0."""
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in network.state_dict().items():
@@ -109,15 +109,17 @@ def write_random_weights(network: nn.Module, path: Path) -> None:
         header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    draw = torch.Generator().manual_seed(0)
-    # Around a small positive number: as scales of norms, and as deviations of latents, they are then valid, too.
-    numbers = (0.02 + 0.02 * torch.randn(min(_BLOCK, max(1, end // 2)), generator=draw)).bfloat16()
-    block = numbers.view(torch.uint8).numpy().tobytes()
+    blocks = {"random": 0.02 * torch.randn(_BLOCK, generator=torch.Generator().manual_seed(0))}
+    blocks |= {"zero": torch.zeros(_BLOCK // 64), "one": torch.ones(_BLOCK // 64)}
+    data = {name: block.bfloat16().view(torch.uint8).numpy().tobytes() for name, block in blocks.items()}
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        while end > 0:
-            file.write(block[:end])
-            end -= len(block)
+        for name, tensor in network.state_dict().items():
+            is_zero = name.endswith(("bias", "mean"))
+            block, left = data["random" if tensor.ndim > 1 else "zero" if is_zero else "one"], 2 * tensor.numel()
+            while left > 0:
+                file.write(block[:left])
+                left -= len(block)
 
 
 def read_run(directory: Path) -> Result:
