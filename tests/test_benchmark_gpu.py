@@ -13,6 +13,8 @@ import torch
 
 #: Parts of the rehearsal; every run of the suite has one.
 PARTS = 10
+#: Note of a job that runs out of memory.
+OOM = "failed: out of memory"
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,7 @@ def test_ceilings_are_lines_of_the_page(rehearse: Any) -> None:
     assert "note" not in results["ceilings"]
     rows = cells(page)
     assert float(rows["matrix product, TFLOP/s"]["measured"]) > 0
-    assert all(f"copy {way}, GB/s" in rows for way in ("to the device", "to the host", "on the device"))
+    assert len([name for name in rows if name.startswith("copy ")]) == 3
     assert {row["kernel"] for row in rows.values() if "kernel" in row} <= {"default", "cudnn", "flash", "efficient"}
     assert float(results["ceilings"]["attention"][0]["backward"]) > 0
 
@@ -124,7 +126,7 @@ def test_calls_go_on_where_the_last_one_ended(
         assert limit_s >= script.JOBS[name].seconds
         names.append(name)
         if name == "ltx-flash":
-            return {"note": "failed: out of memory"}
+            return {"note": OOM}
         figures = {"planned": 5.0, "allocated": 4.0, "reserved": 4.5, "step_s": 0.5 if names[1:] else 0.25, "mfu": 0.2}
         return figures | {"size": "49x512x768"} if script.JOBS[name].kind == "steps" else {"note": "failed: no"}
 
@@ -144,7 +146,7 @@ def test_calls_go_on_where_the_last_one_ended(
     assert rows["ltx-checkpoint"]["planned / allocated"] == "1.25"
     assert rows["ltx-checkpoint"]["MFU"] == "0.200"
     assert rows["ltx-compile"]["relative"] == "1.00"
-    assert "* `ltx-flash`: failed: out of memory" in text.splitlines()
+    assert f"* `ltx-flash`: {OOM}" in text.splitlines()
     done = len(names)
     here = {**here, "torch": "2.13.0"}
     assert script.main([*command, "9"]) == 0
@@ -156,7 +158,7 @@ def test_a_job_that_fails_or_hangs_leaves_a_note(script: Any, monkeypatch: pytes
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setitem(script.JOBS, "ltx-nf4", script.Job(1, fail, "steps"))
-    assert script.measure("ltx-nf4", tiny=False) == {"note": "failed: out of memory"}
+    assert script.measure("ltx-nf4", tiny=False) == {"note": OOM}
 
     def hang(command: list[str], *, timeout: float, **_: Any) -> Any:
         raise script.subprocess.TimeoutExpired(command, timeout)
