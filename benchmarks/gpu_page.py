@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from memory import NO_GPU
 
 Result = dict[str, Any]
 #: Operations of the profile on the page.
@@ -23,9 +26,11 @@ def page(machine: Mapping[str, str], results: Mapping[str, tuple[Any, Result]]) 
     }  # fmt: skip
     versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name != "device")
     lines = [f"# Measured on {machine['device']}", "", f"`python benchmarks/gpu.py`; {versions}. Memory in GiB."]
+    if machine["device"].startswith("CPU"):
+        lines.append("Tiny networks; options that a CPU refuses are replaced or left out.")
     for title, make in sections.items():
         if part := list(make(results)):
-            lines += ["", f"## {title}", "", *part]
+            lines += ["", f"## {title}", "", *(part[:-1] if part[-1] == "" else part)]
     minutes = sum(found.get("took_s", 0.0) for _, found in results.values()) / 60
     return "\n".join([*lines, "", f"{len(results)} jobs took {minutes:.1f} minutes."]) + "\n"
 
@@ -49,11 +54,15 @@ def _of_kind(results: Mapping[str, tuple[Any, Result]], kind: str) -> dict[str, 
 
 def _ceilings(results: Mapping[str, tuple[Any, Result]]) -> Iterator[str]:
     for _, found in _of_kind(results, "ceilings").values():
+        if "ceilings" not in found:
+            continue
+        yield from _table(("what", "measured"), [(name, f"{rate:.3g}") for name, rate in found["ceilings"].items()])
+        yield from ("", "Attention in TFLOP/s, by shape (clips, heads, tokens, width of a head):", "")
         rows = [
-            (name, value if isinstance(value, str) else f"{value:.3g}")
-            for name, value in found.get("ceilings", {}).items()
+            (row["shape"], row["kernel"], _number(row.get("forward"), 2), _number(row.get("backward"), 2))
+            for row in found["attention"]
         ]
-        yield from _table(("what", "measured"), rows)
+        yield from _table(("shape", "kernel", "forward", "backward"), rows)
 
 
 def _steps(results: Mapping[str, tuple[Any, Result]]) -> Iterator[str]:
@@ -73,19 +82,22 @@ def _steps(results: Mapping[str, tuple[Any, Result]]) -> Iterator[str]:
         allocated, reserved, seconds = (found.get(key) for key in ("allocated", "reserved", "step_s"))
         common = ("training_type", "rank", "lora_alpha", "optimizer")
         is_lora = job.case.options["training_type"] == "lora"
-        options = [f"{key} {value}" for key, value in job.case.options.items() if not (is_lora and key in common)]
-        rows.append(
-            [
-                name, ", ".join(options), found.get("size", ""), _number(found.get("planned")), _number(allocated),
-                _number(reserved), _ratio(found.get("planned"), allocated), _ratio(reserved, allocated),
-                _number(seconds, 3), _ratio(seconds, plain.get((job.case.network, found.get("size")))),
-                _number(found.get("mfu"), 3), found.get("note", ""),
-            ]  # fmt: skip
-        )
+        options = [
+            f"`{key} {' '.join(value) if isinstance(value, list) else value}`"
+            for key, value in job.case.options.items()
+            if not (is_lora and key in common)
+        ]
+        cells = [
+            name, ", ".join(options), found.get("size", ""), _number(found.get("planned")), _number(allocated),
+            _number(reserved), _ratio(found.get("planned"), allocated), _ratio(reserved, allocated),
+            _number(seconds, 3), _ratio(seconds, plain.get((job.case.network, found.get("size")))),
+            _number(found.get("mfu"), 3),
+        ]  # fmt: skip
+        rows.append(cells)
     yield from _table(
         (
             "case", "options", "size", "planned", "allocated", "reserved", "planned / allocated",
-            "reserved / allocated", "s/step", "relative", "MFU", "note",
+            "reserved / allocated", "s/step", "relative", "MFU",
         ),
         rows,
     )  # fmt: skip
@@ -105,31 +117,37 @@ def _runs(results: Mapping[str, tuple[Any, Result]]) -> Iterator[str]:
         ]  # fmt: skip
         yield f"`{name}`, {found['size']}: {', '.join(rates)}."
         yield ""
-        names = ("planned", "allocated", "reserved", "host")
-        rows = [[phase, *(_number(sizes.get(key), 2) for key in names)] for phase, sizes in found["phases"].items()]
-        yield from _table(("phase", *names), rows)
-        yield ""
+        names = [(key, figure) for key in ("allocated", "reserved", "host") for figure in ("planned", "measured")]
+        rows = [
+            [phase, *(_number(sizes[figure].get(key), 2) for key, figure in names)]
+            for phase, sizes in found["phases"].items()
+        ]
+        yield from (*_table(("phase", *(f"{key}, {figure}" for key, figure in names)), rows), "")
 
 
 def _profile(results: Mapping[str, tuple[Any, Result]]) -> Iterator[str]:
     for _, found in _of_kind(results, "runs").values():
-        if "profile" in found:
-            lines = [line for line in found["profile"].splitlines() if line.strip() and not line.startswith("---")]
-            columns = [cell for cell in lines[0].split("  ") if cell.strip()] if lines else []
-            keep = [columns.index(cell) for cell in columns]  # all: widths differ
-            yield f"The {_OPERATIONS} operations that take most time in two profiled steps ({len(keep)} columns):"
-            yield ""
-            yield "```text"
-            yield from (line.rstrip() for line in lines[: _OPERATIONS + 1])
-            yield "```"
+        if "profile" not in found:
+            continue
+        # Columns are apart by two spaces or more; lines of dashes are above and below the headings.
+        lines = [re.split(r" {2,}", line.strip()) for line in found["profile"].splitlines() if line.strip(" -")]
+        headings, *rows = lines
+        names = [
+            name
+            for name in ("Name", "Self CUDA", "Self CUDA %", "Self CPU", "Self CPU %", "# of Calls")
+            if name in headings
+        ]
+        operations = [dict(zip(headings, row, strict=True)) for row in rows if len(row) == len(headings)]
+        yield "The operations that take most time by themselves in the profiled steps:"
+        yield ""
+        yield from _table(names, [[operation[name] for name in names] for operation in operations[:_OPERATIONS]])
 
 
 def _tests(results: Mapping[str, tuple[Any, Result]]) -> Iterator[str]:
     for _, found in _of_kind(results, "tests").values():
-        if "summary" in found:
-            yield f"{found['summary']}."
-            yield from (f"* {line}" for line in found["failed"])
+        yield from (f"* {line}" for line in (*found.get("summaries", ()), *found.get("failed", ())))
 
 
 def _notes(results: Mapping[str, tuple[Any, Result]]) -> Iterator[str]:
-    yield from (f"* `{name}`: {found['note']}" for name, (_, found) in results.items() if "note" in found)
+    notes = {name: found["note"] for name, (_, found) in results.items() if found.get("note", NO_GPU) != NO_GPU}
+    yield from (f"* `{name}`: {note}" for name, note in notes.items())

@@ -21,14 +21,15 @@ from finetrainers.config.sections import ModelSection
 from finetrainers.models.registry import build_tiny, get_family
 from finetrainers.plan.ready import get_ready
 from finetrainers.runs.run import run
+from finetrainers.utils.phases import PHASES
 from finetrainers.utils.video import write_mp4
 
 Result = dict[str, Any]
-_STEPS = 4
-#: Steps of the profile, which are not timed.
-_PROFILED = (3, 4)
+_STEPS = 6
+#: Steps of the profile; neither they nor the one before them, in which the profiler starts, are timed.
+_PROFILED = (5, 6)
 #: Numbers that random weights repeat, since drawing billions takes minutes.
-_BLOCK = 2**24
+_BLOCK = 2**22
 
 
 def whole_run(method: str, *, tiny: bool) -> Result:
@@ -71,7 +72,7 @@ def _of_rewards(root: Path, size: str, tiny: bool) -> dict[str, Any]:
     (root / "prompts.txt").write_text("a red ball\na blue cube\n", encoding="utf-8")
     return {
         "method": "grpo", "prompts": str(root / "prompts.txt"), "reward": ["brightness"], "rollout_size": size,
-        "prompts_per_step": 1, "num_generations": 4, "batch_size": 1, "sampling_steps": 2 if tiny else 8,
+        "prompts_per_step": 1, "num_generations": 4, "batch_size": 1, "sampling_steps": 5 if tiny else 8,
         "updates_per_rollout": 1,
     }  # fmt: skip
 
@@ -100,7 +101,7 @@ def _on_meta(part_class: Any, directory: Path) -> nn.Module:
 
 
 def write_random_weights(network: nn.Module, path: Path) -> None:
-    """Write bf16 weights for a network, without having them in memory."""
+    """Write bf16 weights for a network, without having them in memory: random matrices, scales of 1, biases of 0."""
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in network.state_dict().items():
@@ -108,15 +109,17 @@ def write_random_weights(network: nn.Module, path: Path) -> None:
         header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    draw = torch.Generator().manual_seed(0)
-    # Around a small positive number: as scales of norms, and as deviations of latents, they are then valid, too.
-    numbers = (0.02 + 0.02 * torch.randn(min(_BLOCK, max(1, end // 2)), generator=draw)).bfloat16()
-    block = numbers.view(torch.uint8).numpy().tobytes()
+    blocks = {"random": 0.02 * torch.randn(_BLOCK, generator=torch.Generator().manual_seed(0))}
+    blocks |= {"zero": torch.zeros(_BLOCK // 64), "one": torch.ones(_BLOCK // 64)}
+    data = {name: block.bfloat16().view(torch.uint8).numpy().tobytes() for name, block in blocks.items()}
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        while end > 0:
-            file.write(block[:end])
-            end -= len(block)
+        for name, tensor in network.state_dict().items():
+            is_zero = name.endswith(("bias", "mean"))
+            block, left = data["random" if tensor.ndim > 1 else "zero" if is_zero else "one"], 2 * tensor.numel()
+            while left > 0:
+                file.write(block[:left])
+                left -= len(block)
 
 
 def read_run(directory: Path) -> Result:
@@ -125,16 +128,16 @@ def read_run(directory: Path) -> Result:
         [json.loads(line) for line in (directory / name).read_text(encoding="utf-8").splitlines()]
         for name in ("metrics.jsonl", "events.jsonl")
     )
-    timed = [record for record in records if 1 < record["step"] < _PROFILED[0] and "step_s" in record]
+    timed = [record for record in records if 1 < record["step"] < _PROFILED[0] - 1 and "step_s" in record]
     found: Result = {"phases": {}}
     for name in ("step_s", "mfu", "seconds/rollout", "seconds/decode", "seconds/reward"):
         values = [record[name] for record in timed if name in record]
         if values:
             found[name] = sum(values) / len(values)
-    by_kind = {event["kind"]: event.get("gib", {}) for event in events}
-    planned, measured = by_kind.get("memory_planned", {}), by_kind.get("memory", {})
-    for phase in [*measured, *(phase for phase in planned if phase not in measured)]:
-        found["phases"][phase] = {"planned": planned.get(phase), **measured.get(phase, {})}
+    gib_by_event = {event["event"]: event.get("gib", {}) for event in events}
+    planned, measured = gib_by_event.get("memory_planned", {}), gib_by_event.get("memory", {})
+    for phase in (phase for phase in PHASES if phase in measured or phase in planned):
+        found["phases"][phase] = {"planned": planned.get(phase, {}), "measured": measured.get(phase, {})}
     table = next(directory.glob("profile/*.txt"), None)
     if table is not None:
         found["profile"] = table.read_text(encoding="utf-8")

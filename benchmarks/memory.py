@@ -126,7 +126,7 @@ class StepTimer:
             config = json.loads((source / "transformer" / "config.json").read_text(encoding="utf-8"))
             self.text, self.size = narrowed(network, config), (9, 64, 64)
             if changes.get("blocks_to_swap"):
-                changes["blocks_to_swap"] = 4
+                changes["blocks_to_swap"] = min(4, config["num_layers"] + config.get("num_single_layers", 0))
         self.config = _config(network, published_repository(source, folder / "model", config), self.size, changes)
         self.family = get_family(network.family)
         self.geometry, self.spec = self.family.facts_of(self.config.model).geometry, self.family.load(self.config.model)
