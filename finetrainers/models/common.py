@@ -114,7 +114,7 @@ def on_meta(cls: Any, config: ModelSection, part: str) -> nn.Module:
     """Build a diffusers network without weights, on the meta device.
 
     Raises:
-        InputError: no network can be built from the config.
+        ConfigError: no network can be built from the config.
     """
     settings = load_part(cls.load_config, config, part)
     try:
@@ -122,7 +122,7 @@ def on_meta(cls: Any, config: ModelSection, part: str) -> nn.Module:
             return cls.from_config(settings)
     except Exception as error:  # of any class, which depends on the value
         message = f"the config of the {part} is not a valid {cls.__name__} config: {type(error).__name__}: {error}"
-        raise InputError(message) from error
+        raise ConfigError([Problem(source_option(config, part), message)]) from error
 
 
 def load_scheduler(config: ModelSection) -> Any:
