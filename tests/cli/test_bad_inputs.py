@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+import finetrainers
+from finetrainers.plan.initial_weights import read_lora_header
 from finetrainers.utils.failures import FileError, InputError, Kind, error_kind
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.reading import (
@@ -139,6 +145,50 @@ def test_commands_and_stages(odd: Path) -> None:
     assert refused_command(["doctor", "--hosts", "hosts"]) == (2, [("hosts:1", "invalid")])
     deep = "{'first': " + "-" * 50_000 + "1}"
     assert ("--frame_conditioning", "invalid") in refused_command(["train", *MODEL, "--frame_conditioning", deep])[1]
+
+
+#: File of a model, key and value; `refused_command` sees each at the option that names the model.
+CONFIGS: list[tuple[str, str, object]] = [
+    ("transformer/config.json", "num_layers", 10**12), ("transformer/config.json", "patch_size", 0),
+    ("vae/config.json", "block_out_channels", []),
+    ("text_encoder/config.json", "d_kv", "x"), ("scheduler/scheduler_config.json", "num_train_timesteps", 0),
+    ("scheduler/scheduler_config.json", "_class_name", [1]),
+]  # fmt: skip
+
+
+def test_configs_of_models(odd: Path) -> None:
+    model = odd / "model"
+    shutil.copytree(Path(finetrainers.__file__).parent / "demo" / "weights" / "ltx", model)
+    for file, key, value in CONFIGS:
+        text = (model / file).read_text(encoding="utf-8")
+        write_text_atomic(model / file, json.dumps({**json.loads(text), key: value}))
+        command = ["train", "--model_name", "ltx_video", "--pretrained_model_name_or_path", str(model), "--dry_run"]
+        code, problems = refused_command([*command, "--data_root", "none"])
+        assert (code, ("--pretrained_model_name_or_path", "invalid") in problems) == (2, True), (file, key, problems)
+        write_text_atomic(model / file, text)
+
+
+SETTINGS = {
+    "r": ["z", 0, 1.5], "lora_alpha": [[1], math.nan, 1e999, "x"], "rank_pattern": [5, {"a": "b"}],
+    "alpha_pattern": [["("]], "target_modules": [7], "use_rslora": [[]],
+}  # fmt: skip
+
+
+def test_settings_of_loras(odd: Path) -> None:
+    """In a header, and next to a file in PEFT's format."""
+    (odd / "peft").mkdir()
+    weights = {f"to_q.lora_{side}.weight": np.zeros((4, 4), np.float32) for side in "AB"}
+    save_file({f"base_model.model.{name}": value for name, value in weights.items()}, odd / "peft/a.safetensors")
+    for key, values in SETTINGS.items():
+        for value in values:
+            header = {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value})}
+            save_file(
+                {f"transformer.{name}": tensor for name, tensor in weights.items()}, odd / "a.safetensors", header
+            )
+            write_text_atomic(odd / "peft" / "adapter_config.json", json.dumps({key: value}))
+            for path, place in (("a.safetensors", "lora_adapter_metadata"), ("peft/a.safetensors", "adapter_config")):
+                with refused("invalid", place, key):
+                    read_lora_header(Path(path))
 
 
 def nested(levels: int) -> str:
