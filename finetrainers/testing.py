@@ -238,7 +238,7 @@ class _Checkpoint:
         return torch.from_numpy(np.asarray(spec.sample(pipeline, conditions, negative, request, generator))), expected
 
     def _check(self, name: str, own: Any, expected: Any, *, tolerance: float | None = None) -> None:
-        """Compare two tensors, one of which may have a value for each row and the other one for all of a row."""
+        """Compare two tensors; one may have a value for each row, and the other a value for each element of a row."""
         if not (isinstance(own, Tensor) and isinstance(expected, Tensor)):
             raise AssertionError(f"{name}: {_describe(own)} here, {_describe(expected)} in the pipeline")
         own, expected = own.float(), expected.float()

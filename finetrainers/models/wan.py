@@ -305,7 +305,7 @@ class WanSpec(ModelSpec):
         return f"{FIRST_FRAME} of {len(self._given_places)}{f' {IMAGE_STATES}' if self.facts.sees_image else ''}"
 
     def image_version(self, frames: int) -> bool | str:
-        """Add the number of frames, all of which are encoded on channels."""
+        """Add the number of frames: on channels, each of them is encoded."""
         return f"{self.clip_version} in {frames}" if self.facts.first_frame == "channels" else self.clip_version
 
     # ---- the network -----------------------------------------------------------------------------------------------

@@ -51,8 +51,6 @@ from .resume_plan import Start, initial_weights, new_run, resume_run
 if TYPE_CHECKING:
     from finetrainers.models.spec import ModelSpec
 
-#: Folders that a run creates if they do not exist.
-
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, as a cache key
 class ResolvedRun:

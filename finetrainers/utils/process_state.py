@@ -55,7 +55,7 @@ def environment_restored() -> Iterator[None]:
 def _restore_loggers(states: Sequence[tuple[logging.Logger, int, bool]]) -> None:
     for logger, level, propagate in states:
         logger.propagate = propagate
-        if logger.level != level:  # setting a level clears the caches of all loggers, of which libraries have hundreds
+        if logger.level != level:  # setting a level clears the caches of all loggers, and libraries have hundreds
             logger.setLevel(level)
 
 

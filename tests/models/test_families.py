@@ -58,6 +58,7 @@ def test_ltx_ratios_of_the_config_win_over_counting_stages():
     assert (geometry.spatial, geometry.temporal) == (32, 8)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "version"), CHECKPOINTS)
 def test_the_networks_are_as_the_configs_tell(name, version, tiny_repo):
     config = ModelSection(

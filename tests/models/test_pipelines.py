@@ -28,6 +28,7 @@ def spec_of(name: str, repo: Path, expert: Any = None) -> ModelSpec:
     return family.load(section)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "version"), CHECKPOINTS)
 def test_calls_videos_and_samples_are_the_pipelines(
     name: str, version: str | None, tiny_repo: Callable[..., Path]

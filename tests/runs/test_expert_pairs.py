@@ -50,6 +50,7 @@ def files(folder: Path) -> dict[Path, int]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.rotating
 @pytest.mark.parametrize("version", ["a14b", "a14b_i2v"])
 def test_one_recipe_trains_both_experts(
     version: str, command: Callable[..., list], tiny_repo: Callable[..., Path], tmp_path: Path,

@@ -76,8 +76,8 @@ def read(configs: Configs) -> Facts:
         sees_image=sees_image,
         boundary=boundary,
         defaults={
-            "validation_negative_prompt": negative_prompt,
             **_noise_defaults(configs.get("scheduler", {}), boundary, is_image_to_video=on_channels),
+            "validation_negative_prompt": negative_prompt,
         },
     )
 

@@ -18,6 +18,7 @@ that a LoRA puts in the place of others.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,7 +46,7 @@ class SequenceParallelPlan:
     Attributes:
         inputs: arguments of the network by name, with that dimension; those that do not have it are whole.
         outputs: modules whose output is split, with that dimension.
-        entries: modules whose first argument, or the first one by name, is split, with that dimension.
+        entries: modules whose first argument is split, given by place or by name, with that dimension.
         unsplit: modules before these, which see all tokens.
         text_first: those modules whose output begins with text tokens: as many as their first argument has.
         last: the module whose output is joined, in dimension 1.
@@ -242,11 +243,11 @@ def split_tokens(network: nn.Module, plan: SequenceParallelPlan, sequence: Seque
         return _split(output, plan.outputs[name], sequence, text=args[0].shape[1] if name in plan.text_first else 0)
 
     def split_entry(
-        dim: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        dim: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
             return (_split(args[0], dim, sequence), *args[1:]), kwargs
-        first = next(iter(kwargs))
+        first = next(iter(inspect.signature(module.forward).parameters))
         return args, {**kwargs, first: _split(kwargs[first], dim, sequence)}
 
     if plan.inputs:

@@ -17,15 +17,17 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from every_family import CHECKPOINTS
 from random_predictions import predict, spec_of
 from refusals import refused_options
-from torch import Tensor
+from torch import Tensor, nn
 
 from finetrainers.config.attention import AUTO, BACKENDS, AttnBackendName
-from finetrainers.models.split.attention import AttentionFn, check_backend
+from finetrainers.models.split.attention import AttentionFn, check_backend, set_processors
+from finetrainers.models.split.sequence import SequenceParallelPlan, split_tokens
 from finetrainers.utils.failures import Kind
 
 NAMES = ["-".join(filter(None, one)) for one in CHECKPOINTS]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("family", "version"), CHECKPOINTS, ids=NAMES)
 def test_native_is_the_default_bit_for_bit(family: str, version: str | None, tiny_repo: Callable[..., Path]) -> None:
     """Outputs and every gradient, for one clip and for two, of different weights than at a start."""
@@ -187,3 +189,41 @@ def test_flex_computes_as_native() -> None:
     """PyTorch has no backward pass of it on a CPU, and compiles it on a GPU (`tests/gpu`)."""
     q, k, v = (torch.randn(1, 24, 2, 16) for _ in range(3))
     torch.testing.assert_close(AttentionFn("flex")(q, k, v), AttentionFn("native")(q, k, v), rtol=1e-4, atol=1e-4)
+
+
+class Layer(nn.Module):
+    """Attention with a processor that is an attribute alone, as Mochi's."""
+
+    processor: Any = "stock"
+
+    def forward(self, hidden_states: Tensor, temb: Tensor) -> Tensor:
+        return hidden_states * temb
+
+
+def test_processors_are_set_without_a_method_for_it_and_never_nowhere() -> None:
+    block = nn.ModuleList([Layer(), nn.Linear(1, 1)])
+    set_processors([block], "chosen")
+    assert block[0].processor == "chosen"
+    with pytest.raises(TypeError, match="ModuleList"):
+        set_processors([block, nn.ModuleList([nn.Linear(1, 1)])], "chosen")
+
+
+def test_the_first_argument_of_a_block_is_split_however_it_is_given() -> None:
+    """By the signature of the block, not by the order of the call."""
+
+    class Half:
+        tokens, splits_times = 0, False
+
+        def part(self, tensor: Tensor, dim: int, *, text: int = 0) -> Tensor:
+            return tensor.narrow(dim, 0, tensor.shape[dim] // 2)
+
+        def join(self, part: Tensor) -> Tensor:
+            return part.repeat(1, 2)
+
+    network = nn.Sequential()
+    network.block, network.last = Layer(), nn.Identity()
+    sequence: Any = Half()
+    split_tokens(network, SequenceParallelPlan(inputs={}, outputs={}, entries={"block": 1}, last="last"), sequence)
+    hidden, temb = torch.arange(4.0).view(1, 4), torch.full((1, 1), 2.0)
+    for args, kwargs in (((hidden, temb), {}), ((), {"temb": temb, "hidden_states": hidden})):
+        assert network.block(*args, **kwargs).tolist() == [[0.0, 2.0]]
