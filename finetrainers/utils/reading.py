@@ -34,6 +34,7 @@ MAX_SETTINGS, MAX_RECORDS = 64 << 20, 2 << 30
 MAX_DEPTH = 64
 #: Most digits of a whole number: larger ones are not floats.
 MAX_DIGITS = 300
+_CHUNK = 1 << 20
 _TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 _TOO_LONG = f"a number has more than {MAX_DIGITS} digits"
 _LONG_NUMBER = re.compile(f"[0-9](?:_?[0-9]){{{MAX_DIGITS}}}")
@@ -52,11 +53,14 @@ def read_bytes(path: Path, *, limit: int = MAX_SETTINGS) -> bytes:
     """
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
-        content = file.read(limit + 1) if size <= limit else b""
+        content = bytearray()
+        # One read of `limit` bytes would allocate them all, and the file may have grown since.
+        while max(size, len(content)) <= limit and (chunk := file.read(max(_CHUNK, size - len(content)))):
+            content += chunk
     if max(size, len(content)) > limit:
         message = f"{_name(path)} has {file_size(max(size, len(content)))}; at most {file_size(limit)} are read"
         raise FileError(message, "too_large")
-    return content
+    return bytes(content)
 
 
 @contextlib.contextmanager
