@@ -17,13 +17,13 @@ from finetrainers.config.load import load_config
 from finetrainers.config.sections import ModelSection, TrainingSection
 from finetrainers.config.values import split_part
 from finetrainers.models.files.lora_names import PREFIXES, kind_of
-from finetrainers.rundir.find import checkpoints_dir, find_checkpoint, read_state
+from finetrainers.rundir.find import checkpoints_dir, find_checkpoint
 from finetrainers.rundir.manifest import MANIFEST, damage
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.files import file_sha256
 from finetrainers.utils.headers import adapter_metadata, read_header
 from finetrainers.utils.packaged import model_path
-from finetrainers.utils.reading import read_json_object
+from finetrainers.utils.reading import MAX_RECORDS, expect, read_json_object
 from finetrainers.utils.text import plural
 
 #: Name under which diffusers looks for a LoRA in a folder.
@@ -151,7 +151,9 @@ def _find_in_checkpoint(source: str, path: Path) -> InitialWeights:
     weights = _find_in_folder(source, path)
     if weights is None:
         raise InputError(f"the checkpoint {path} holds no weights", "not_found")
-    return replace(weights, model_name=read_state(path).get("critical", {}).get("model_name"))
+    state = read_json_object(path / "state.json", limit=MAX_RECORDS)  # in any format: the weights do not depend on it
+    critical = expect(state.get("critical", {}), dict, f"{path / 'state.json'}: critical")
+    return replace(weights, model_name=critical.get("model_name"))
 
 
 def _find_in_folder(source: str, path: Path) -> InitialWeights | None:

@@ -181,7 +181,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     expect(state.get("critical", {}), dict, f"{checkpoint}: critical")
     if state.get("format") not in (FORMAT, SLICED_FORMAT):
         raise InputError(
-            f"{checkpoint} has format {state.get('format')!r}; this version reads {FORMAT} and {SLICED_FORMAT}",
+            f"{checkpoint} has checkpoint format {state.get('format')!r}; this version reads {FORMAT} and "
+            f"{SLICED_FORMAT}",
             "unsupported",
         )
     return state

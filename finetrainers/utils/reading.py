@@ -1,4 +1,4 @@
-"""Read files and texts from outside: JSON, JSON lines, TOML, YAML and plain text.
+"""Read files and strings from outside: JSON, JSON lines, TOML, YAML and plain text.
 
 Everything else in the package reads through this module (a test forbids the plain functions): only regular files, of
 bounded size, with numbers of bounded length and values that are nested to a bounded depth. Errors name the file and
@@ -37,6 +37,7 @@ MAX_DIGITS = 300
 _CHUNK = 1 << 20
 _TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 _TOO_LONG = f"a number has more than {MAX_DIGITS} digits"
+_DIGITS = "0123456789_"  # TOML and YAML group digits by underscores
 _LONG_NUMBER = re.compile(f"[0-9](?:_?[0-9]){{{MAX_DIGITS}}}")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
 _TYPES = {dict: "a table", list: "a list", str: "text", int: "a whole number", float: "a number", bool: "true or false"}
@@ -173,7 +174,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InputError(f"{_name(path)} is not valid TOML: {error}", "unreadable") from None
 
 
-# ---- texts -----------------------------------------------------------------------------------------------------------
+# ---- strings ---------------------------------------------------------------------------------------------------------
 
 
 def parse_json(text: str | bytes, **hooks: Any) -> Any:
@@ -185,7 +186,7 @@ def parse_json(text: str | bytes, **hooks: Any) -> Any:
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8-sig")
-    number = _LONG_NUMBER.search(text)
+    number = _find_long_number(text)
     try:
         value = json.loads(text, **hooks)
     except json.JSONDecodeError:
@@ -195,11 +196,11 @@ def parse_json(text: str | bytes, **hooks: Any) -> Any:
     except ValueError:
         if number is None:
             raise
-        raise json.JSONDecodeError(_TOO_LONG, text, number.start()) from None
+        raise json.JSONDecodeError(_TOO_LONG, text, number) from None
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(value):
         raise json.JSONDecodeError(_TOO_DEEP, text, _deep_place(text))
     if number is not None and _has_long_number(value):
-        raise json.JSONDecodeError(_TOO_LONG, text, number.start())
+        raise json.JSONDecodeError(_TOO_LONG, text, number)
     return value
 
 
@@ -228,10 +229,10 @@ def parse_toml(text: str) -> dict[str, Any]:
     except RecursionError:
         raise TOMLDecodeError(_TOO_DEEP) from None
     except ValueError as error:
-        raise TOMLDecodeError(_TOO_LONG if _LONG_NUMBER.search(text) else str(error)) from None
+        raise TOMLDecodeError(str(error) if _find_long_number(text) is None else _TOO_LONG) from None
     if _is_deep(value):
         raise TOMLDecodeError(_TOO_DEEP)
-    if _LONG_NUMBER.search(text) and _has_long_number(value):
+    if _find_long_number(text) is not None and _has_long_number(value):
         raise TOMLDecodeError(_TOO_LONG)
     return value
 
@@ -256,14 +257,14 @@ def parse_yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
     except ValueError as error:  # a number or a date
-        raise ValueError(_TOO_LONG if _LONG_NUMBER.search(text) else str(error)) from None
+        raise ValueError(str(error) if _find_long_number(text) is None else _TOO_LONG) from None
     if _has_long_number(value):
         raise ValueError(_TOO_LONG)
     return value
 
 
 def expect(value: Any, kind: type[T], name: str) -> T:
-    """Return a value from outside if it has the type: `dict`, `list`, `str`, `bool`, `int`, or `float` (any number).
+    """Check the type of a value from outside, and return the value; `float` stands for any number.
 
     Raises:
         InputError: it has another one; the message begins with `name`.
@@ -289,6 +290,22 @@ def _is_deep(value: Any) -> bool:
     for _ in range(MAX_DEPTH):
         level = _children([item for item in level if isinstance(item, (dict, list, tuple))])
     return any(isinstance(item, (dict, list, tuple)) for item in level)
+
+
+def _find_long_number(text: str) -> int | None:
+    """Return the position of a number with too many digits, in a value or in a text, or None.
+
+    Only each character that such a number cannot miss is looked at, since files may be large.
+    """
+    for place in range(0, len(text), MAX_DIGITS + 1):
+        if text[place] in _DIGITS:
+            before = text[max(0, place - 2 * MAX_DIGITS) : place]
+            begin = place - len(before) + len(before.rstrip(_DIGITS))
+            after = text[place : place + 2 * MAX_DIGITS]
+            end = place + len(after) - len(after.lstrip(_DIGITS))
+            if end - begin > MAX_DIGITS and (long := _LONG_NUMBER.search(text, begin, end)):
+                return long.start()
+    return None
 
 
 def _has_long_number(value: Any) -> bool:

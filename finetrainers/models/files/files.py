@@ -23,7 +23,7 @@ from finetrainers.utils.failures import FileError, InputError
 from finetrainers.utils.files import open_regular
 from finetrainers.utils.headers import Header, read_header
 from finetrainers.utils.packaged import model_path, packaged_configs
-from finetrainers.utils.reading import read_json_object
+from finetrainers.utils.reading import MAX_SETTINGS, read_json_object
 
 from .hub import away
 
@@ -44,6 +44,8 @@ _SCALES = (
 )
 #: Vocabulary files: a tokenizer's folder holds at least one of them.
 _VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json")
+#: Largest vocabulary in bytes; published ones have up to 35 MB.
+_MAX_VOCABULARY = 256 << 20
 _MAIN_FILES = (
     "config.json", "scheduler_config.json", "tokenizer_config.json", "preprocessor_config.json", *_VOCABULARIES,
 )  # fmt: skip
@@ -491,7 +493,7 @@ def _json_problems(folder: Path) -> Iterator[ValueError]:
     for name in ("config.json", "scheduler_config.json", "tokenizer_config.json", "tokenizer.json"):
         if (folder / name).is_file():
             try:
-                read_json_object(folder / name)
+                read_json_object(folder / name, limit=_MAX_VOCABULARY if name in _VOCABULARIES else MAX_SETTINGS)
             except ValueError as error:
                 yield error
 
