@@ -181,11 +181,15 @@ def parse_json(text: str | bytes, **hooks: Any) -> Any:
     """Return the value of a JSON text; `hooks` are those of `json.loads`.
 
     Raises:
-        json.JSONDecodeError: it is not JSON, nested too deeply, or has a number with too many digits.
-        ValueError: it is not UTF-8, or a hook refuses a value.
+        json.JSONDecodeError: it is not JSON, not UTF-8, nested too deeply, or has a number with too many digits.
+        ValueError: a hook refuses a value.
     """
     if isinstance(text, bytes):
-        text = text.decode("utf-8-sig")
+        content = text
+        try:
+            text = content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise json.JSONDecodeError("not UTF-8 text", content.decode("latin-1"), error.start) from None
     number = _find_long_number(text)
     try:
         value = json.loads(text, **hooks)

@@ -255,4 +255,4 @@ def _signature(error: BaseException) -> str:
     own = [frame for frame in frames if f"{os.sep}finetrainers{os.sep}" in frame.filename]
     place = (own or frames)[-1]
     line = "" if isinstance(error, TooLongError) else f":{place.lineno}"
-    return f"{type(error).__name__} at {Path(place.filename).name}{line} {place.name}: {str(error)[:200]}"
+    return f"{type(error).__name__} at {Path(place.filename).name}{line} {place.name}"

@@ -44,6 +44,7 @@ _RESUME = (
     "--resume_from_checkpoint", "latest", "--dry_run",
 )  # fmt: skip
 _SAMPLE = ("sample", "runs/sft", "--prompts", "a red ball", "--dry_run")
+_DEMO = ("demo://ltx", "--output_dir", "s")
 _WATCH = ("watch", "runs/sft", "--prompts", "a red ball", "--once", "--dry_run")
 
 
@@ -294,7 +295,7 @@ def configuration_cases(directory: Path) -> list[Case]:
         "stages.toml": ("toml", ("run", "stages.toml", "--plan")), "prompts.txt": ("lines", _GRPO),
         "p.jsonl": ("jsonl", (*sft, "--validation_prompts", "p.jsonl", "--validation_steps", "2")),
         "p.toml": ("toml", (*sft, "--validation_prompts", "p.toml", "--validation_steps", "2")),
-        "p.txt": ("lines", ("sample", "demo://ltx", "--prompts", "p.txt", "--size", "9x32x64", "--output_dir", "s", "--dry_run")),
+        "p.txt": ("lines", ("sample", *_DEMO, "--prompts", "p.txt", "--size", "9x32x64", "--dry_run")),
         "a.yaml": ("yaml", ("estimate", *_MODEL, "--accelerate_config", "a.yaml")),
         "z.yaml": ("yaml", ("estimate", *_MODEL, "--accelerate_config", "z.yaml")),
         "presets.toml": ("toml", (*_WATCH, "--presets_file", "presets.toml", "--presets", "wide")),
