@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 #: Characters that begin something within a line: code, emphasis, links, HTML, entities, tables, formulas, headings;
 #: underscores only at the edge of a word, so that names stay readable.
-_SPECIAL = re.compile(r"[\\`*\[\]<&|~$#]|(?<!\w)_|_(?!\w)")
+_SPECIAL = re.compile(r"[\\`*\[\]<&|~$#]|(?<![^\W_])_|_(?![^\W_])")
 #: Addresses that GitHub links wherever they are.
 _ADDRESS = re.compile(r"(https?|ftp)(?=://)|(www)(?=\.)|(?<=\w)(?=@\w)", re.IGNORECASE)
 _BACKTICKS = re.compile("`+")
@@ -45,7 +45,7 @@ def url(address: str) -> Markup:
 
 def row(cells: Iterable[Any]) -> Markup:
     """Return a row of a table; a pipe in code would end its cell."""
-    texts = (re.sub(r"(?<!\\)\|", r"\\|", escape(cell)) for cell in cells)
+    texts = (re.sub(r"(?<!\\)((?:\\\\)*)\|", r"\1\\|", escape(cell)) for cell in cells)
     return Markup(f"| {' | '.join(texts)} |")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,6 +99,7 @@ LAUNCHER_FILES: dict[str, Kind] = {
     "distributed_type: FSDP\nfsdp_config: {'': 1}": "invalid",
     'distributed_type: FSDP\nfsdp_config: {fsdp_x: "a\\0b"}': "invalid",
     "num_processes: 2020-99-99": "unreadable", "a: &a [1]\nb: *a": "unreadable", "[1, 2]": "unreadable",
+    'mixed_precision: "\\ud800"': "invalid",
 }  # fmt: skip
 
 
@@ -141,6 +143,21 @@ def test_commands_and_stages(odd: Path) -> None:
     assert ("--frame_conditioning", "invalid") in refused_command(["train", *MODEL, "--frame_conditioning", deep])[1]
 
 
+def test_messages_have_no_control_characters(odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names from command lines and files cannot move the cursor, color the terminal or reverse its text."""
+    Path("d.toml").write_text('[[dataset]]\ndata_root = "x"\n"a\\u001b[31m\\u0000b\\u202e" = 1\n', encoding="utf-8")
+    for command in (["--config", "\u202e\x1b[31m"], [*MODEL, "--dataset", "d.toml"], [*MODEL, "--lr", LONG]):
+        assert refused_command(["train", *command])[0] in (2, 65)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 5
+    assert [line for line in lines if not line.isprintable()] == []
+
+
+def test_numbers_that_are_no_floats_are_refused(odd: Path) -> None:
+    for option in ("--rank", "--train_steps", "--seed"):
+        assert (option, "invalid") in refused_command(["train", *MODEL, option, "9" * 320])[1]
+
+
 def nested(levels: int) -> str:
     return "[" * levels + "]" * levels
 
@@ -164,6 +181,9 @@ def test_texts_have_bounds(tmp_path: Path) -> None:
     with pytest.raises(json.JSONDecodeError) as caught:
         parse_json('{"[": ' + nested(MAX_DEPTH + 1) + "}")
     assert caught.value.pos == 6 + MAX_DEPTH - 1  # brackets in texts do not count
+    with pytest.raises(json.JSONDecodeError) as caught:
+        parse_json(b'{"a": "\xff"}')
+    assert caught.value.pos == 7
     assert parse_json('"' + "9" * 400 + '"') == "9" * 400  # a text, not a number
     assert parse_json("[" + ",".join(["[1]"] * 1000) + "]")[-1] == [1]
 
@@ -183,6 +203,11 @@ def test_files_have_bounds(odd: Path) -> None:
             assert find_json_object(odd / name) == {}
     with pytest.raises(FileNotFoundError):
         read_text(odd / "none")
+    (odd / "small").write_bytes(b"{}")
+    tracemalloc.start()
+    assert read_bytes(odd / "small", limit=2 << 30) == b"{}"
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20  # not the limit
+    tracemalloc.stop()
     with pytest.raises(OSError) as caught:
         read_text(odd / "loop")
     assert caught.value.errno is not None

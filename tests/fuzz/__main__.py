@@ -27,29 +27,29 @@ from .targets import TARGETS
 
 def main(argv: list[str] | None = None) -> int:
     """Run targets; return 1 if an input crashed, else 0."""
+    about = f"one of {', '.join(TARGETS)}, and how many inputs instead of a time; may be repeated"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0, help="time of all targets together [1]")
-    parser.add_argument("--target", action="append", choices=TARGETS, help="one of them; may be repeated [all]")
+    parser.add_argument("--target", action="append", type=_parse_target, metavar="NAME[=COUNT]", help=f"{about} [all]")
     parser.add_argument("--seed", type=int, default=0, help="seed of the damage [0]")
-    parser.add_argument("--count", type=int, help="inputs of each target, instead of a time")
     parser.add_argument("--only", type=int, help="number of one input")
     parser.add_argument("--input", type=Path, help="content of that input")
     parser.add_argument("--directory", type=Path, help="a new directory for the files [a temporary one]")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
     given = parser.parse_args(argv)
-    targets = given.target or list(TARGETS)
+    targets: list[tuple[str, int | None]] = given.target or [(name, None) for name in TARGETS]
     directory = given.directory or Path(tempfile.mkdtemp(prefix="fuzz-"))
     directory.mkdir(parents=True, exist_ok=True)
-    numbers = range(given.count) if given.count is not None else None
     reports = []
-    for name in targets:
+    for name, count in targets:
         report = run_target(
             name,
             TARGETS[name],
             directory.absolute() / name,
             seed=given.seed,
             seconds=60 * given.minutes / len(targets),
-            numbers=[given.only] if given.only is not None else numbers,
+            count=count,
+            only=given.only,
             content=None if given.input is None else given.input.read_bytes(),
         )
         reports.append(report)
@@ -58,6 +58,14 @@ def main(argv: list[str] | None = None) -> int:
     if given.json:
         print(json.dumps([asdict(report) for report in reports], indent=1))
     return int(any(report.crashes for report in reports))
+
+
+def _parse_target(text: str) -> tuple[str, int | None]:
+    """Return a target's name and number of inputs."""
+    name, _, count = text.partition("=")
+    if name not in TARGETS or (count and not count.isdecimal()):
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(TARGETS)}, got {text!r}")
+    return name, int(count) if count else None
 
 
 def _print_report(report: Report, seed: int) -> None:

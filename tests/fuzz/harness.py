@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -101,7 +103,8 @@ def run_target(
     *,
     seed: int,
     seconds: float,
-    numbers: Sequence[int] | None = None,
+    count: int | None = None,
+    only: int | None = None,
     content: bytes | None = None,
 ) -> Report:
     """Read damaged files in a separate process; return what came of them.
@@ -112,8 +115,9 @@ def run_target(
         directory: of the target; the inputs of crashes are written to `crashes` next to it.
         seed: of the damage.
         seconds: time after which no further input is read.
-        numbers: the inputs, or None for all until the time is over.
-        content: of the input, instead of a damaged file.
+        count: number of damaged files to read instead; without it, each file is first read as it was written.
+        only: the number of the only input.
+        content: of that input, instead of a damaged file.
     """
     directory.mkdir(parents=True)
     sys.stdout.flush()
@@ -122,7 +126,9 @@ def run_target(
         status = 1
         try:
             _as_worker(directory)
-            report = _read_inputs(name, make, directory, seed=seed, seconds=seconds, numbers=numbers, content=content)
+            report = _read_inputs(
+                name, make, directory, seed=seed, seconds=seconds, count=count, only=only, content=content
+            )
             (directory.parent / f"{name}.{_FINISHED}").write_text(json.dumps(asdict(report)))
             status = 0
         except BaseException:
@@ -145,8 +151,14 @@ def _died(name: str, directory: Path, status: int) -> Report:
     reason = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     details = error.read_text() if error.is_file() else ""
     state = directory.parent / f"{name}.input.json"
-    last = json.loads(state.read_text()) if state.is_file() else {"number": -1, "case": "", "input": ""}
-    return Report(name, inputs=last["number"] + 1, crashes=[Crash(**last, error=reason, details=details)])
+    if not state.is_file():
+        return Report(name, crashes=[Crash(-1, "", reason, "", details)])
+    last = json.loads(state.read_text())
+    saved = directory.parent / "crashes" / f"{name}-{last['number']}"
+    saved.parent.mkdir(exist_ok=True)
+    shutil.copy(last["input"], saved)
+    crash = Crash(last["number"], last["case"], reason, str(saved), details)
+    return Report(name, inputs=last["number"] + 1, crashes=[crash])
 
 
 def _as_worker(directory: Path) -> None:
@@ -180,6 +192,7 @@ def _limits() -> Iterator[None]:
 
 
 def _limit_memory() -> None:
+    """Allow `MEMORY` above what this process has: libraries keep some of each command."""
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else None
     if pages is not None:
         limit = pages * resource.getpagesize() + MEMORY
@@ -193,7 +206,8 @@ def _read_inputs(
     *,
     seed: int,
     seconds: float,
-    numbers: Sequence[int] | None,
+    count: int | None,
+    only: int | None,
     content: bytes | None,
 ) -> Report:
     report = Report(name)
@@ -203,10 +217,12 @@ def _read_inputs(
     state = directory.parent / f"{name}.input.json"
     started = time.monotonic()
     signatures: set[str] = set()
-    _limit_memory()
-    for number in iter(range(sys.maxsize)) if numbers is None else numbers:
-        if numbers is None and time.monotonic() - started > seconds:
+    numbers = range(sys.maxsize) if count is None else range(len(cases), len(cases) + count)
+    for number in numbers if only is None else [only]:
+        if count is None and only is None and time.monotonic() - started > seconds:
             break
+        if number % 100 == 0:
+            gc.collect()
         case = cases[number % len(cases)]
         rng = random.Random(f"{name}/{seed}/{number}")
         original = originals[case.path]
@@ -239,6 +255,7 @@ def _read_inputs(
 def _read(case: Case, rng: random.Random) -> tuple[str, tuple[str, str]]:
     """Return `usable`, `refused` or `crash`, and the error with its traceback."""
     try:
+        _limit_memory()
         with _limits():
             case.prepare(rng)
             case.read()
