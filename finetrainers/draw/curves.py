@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,8 @@ from finetrainers.utils.reading import read_jsonl
 Record = Mapping[str, Any]
 Records = Sequence[Record]
 Points = tuple[list[float], list[float]]
+#: Numbers of records are smaller; differences and powers of edited ones would be infinite.
+LARGEST = 1e100
 _REACH = 5  # maximum records to either side of a moving average
 _LONG = 100  # with more records than five times this, a moving average covers 1 / _LONG of them to either side
 _COLUMNS = 2
@@ -360,8 +361,8 @@ def spread_of(name: str) -> str:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a record's value is a finite number."""
-    return isinstance(value, int | float) and math.isfinite(value)
+    """Return whether a record's value is a number that can be drawn: finite, and far from the largest float."""
+    return isinstance(value, int | float) and -LARGEST < value < LARGEST
 
 
 def _plot(axes: Any, records: Records, panel: Panel, name: str) -> None:

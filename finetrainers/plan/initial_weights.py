@@ -21,7 +21,7 @@ from finetrainers.rundir.find import checkpoints_dir, find_checkpoint
 from finetrainers.rundir.manifest import MANIFEST, damage
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.files import file_sha256
-from finetrainers.utils.headers import adapter_metadata, read_header
+from finetrainers.utils.headers import adapter_metadata, check_adapter_settings, read_header
 from finetrainers.utils.packaged import model_path
 from finetrainers.utils.reading import MAX_RECORDS, expect, read_json_object
 from finetrainers.utils.text import plural
@@ -195,7 +195,7 @@ def read_lora_header(path: Path) -> tuple[Mapping[str, tuple[int, ...]], dict[st
     header = read_header(path)
     if kind_of(header.shapes) == "peft":
         config = path.with_name(PEFT_CONFIG)
-        settings = read_json_object(config) if config.is_file() else {}
+        settings = check_adapter_settings(read_json_object(config), str(config)) if config.is_file() else {}
         return {name.removeprefix(PREFIXES["peft"]): shape for name, shape in header.shapes.items()}, settings
     stored = adapter_metadata(path, header)
     return header.shapes, {strip_component(k): v for k, v in stored.items() if strip_component(k) != k}

@@ -20,7 +20,7 @@ from finetrainers.plan.initial_weights import LORA_FILE, find_initial_weights, r
 from finetrainers.rundir.find import checkpoints_dir, find_checkpoint, scan_checkpoints, step_of
 from finetrainers.rundir.manifest import MANIFEST, read_manifest
 from finetrainers.utils.failures import InputError
-from finetrainers.utils.files import file_sha256, missing_path_problem
+from finetrainers.utils.files import file_sha256, missing_path_problem, names_existing
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import SCHEME, model_path
 from finetrainers.utils.reading import parse_yaml, read_json_object, read_text
@@ -243,7 +243,7 @@ def _exported_from(lora: Path) -> str | None:
     Other programs write file names there.
     """
     base = read_header(lora).metadata.get("ss_sd_model_name", "")
-    return base if base.startswith(SCHEME) or is_hub_id(base) or (base and Path(base).is_dir()) else None
+    return base if base.startswith(SCHEME) or is_hub_id(base) or (base and names_existing(base, folder=True)) else None
 
 
 def _values(**values: Any) -> RawOptions:

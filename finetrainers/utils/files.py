@@ -163,6 +163,11 @@ def missing_path_problem(path: Path, *, folder: bool = False) -> str:
     return f"does not exist: there is no {quoted(name)} in {place}{suggestion}"
 
 
+def names_existing(path: Path | str, *, folder: bool = False) -> bool:
+    """Return whether a path from a record or a header names a file (or folder); false where no file can be."""
+    return os.path.isdir(path) if folder else os.path.isfile(path)  # noqa: PTH112, PTH113 - pathlib's raise OSError
+
+
 def folder_problem(folder: Path) -> str | None:
     """Return why a folder cannot be made or written to, or None if it can, as far as known."""
     existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path(os.sep))

@@ -12,14 +12,24 @@ from safetensors import SafetensorError, safe_open
 
 from .failures import FileError, InputError
 from .files import open_regular
-from .reading import check_regular, parse_json, parse_json_object
-from .text import file_size, printable
+from .reading import check_regular, fits, parse_json, parse_json_object
+from .text import file_size, printable, shortened
 
 #: Key of PEFT's settings in a LoRA's metadata, as diffusers names it.
 ADAPTER_METADATA = "lora_adapter_metadata"
 _LENGTH_BYTES = 8  # the header follows its length
 _MAX_HEADER = 100_000_000  # the library's limit
 _LFS_POINTER = b"version https://git-lfs"
+#: Settings of PEFT that are computed with: their types, in words and for `fits`.
+_ADAPTER_TYPES: Mapping[str, tuple[str, Any]] = {
+    "r": ("a whole number above 0", lambda value: fits(value, int) and value > 0),
+    "lora_alpha": ("a number", float),
+    "rank_pattern": ("a table of whole numbers", {str: int}),
+    "alpha_pattern": ("a table of numbers", {str: float}),
+    "target_modules": ("a name or a list of names", (str, [str])),
+    "use_rslora": ("true or false", bool),
+    "use_dora": ("true or false", bool),
+}
 
 
 @dataclass(frozen=True)
@@ -60,10 +70,29 @@ def adapter_metadata(path: Path, header: Header | None = None) -> dict[str, Any]
     """Return the PEFT settings in the header of a LoRA's file; empty if it has none.
 
     Raises:
-        ValueError: the header cannot be read, or the settings are not a JSON object.
+        ValueError: the header cannot be read, or the settings are not a JSON object, or have values of other types.
     """
     header = read_header(path) if header is None else header
-    return parse_json_object(header.metadata.get(ADAPTER_METADATA, "{}"), f"{path}: {ADAPTER_METADATA} of the header")
+    name = f"{path}: {ADAPTER_METADATA} of the header"
+    return check_adapter_settings(parse_json_object(header.metadata.get(ADAPTER_METADATA, "{}"), name), name)
+
+
+def check_adapter_settings(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return PEFT's settings of a LoRA if those that its scales follow from have the right types.
+
+    Args:
+        settings: by PEFT's name, also after that of a network: `transformer.r`.
+        name: name of the place, for messages.
+
+    Raises:
+        ValueError: with the first setting that has another type.
+    """
+    for key, value in settings.items():
+        expected, kind = _ADAPTER_TYPES.get(key.rpartition(".")[2], ("", None))
+        if expected and value is not None and not fits(value, kind):
+            shown = shortened(printable(repr(value)), 60)
+            raise InputError(f"{name}: {shortened(printable(key), 60)} must be {expected}, got {shown}")
+    return settings
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -271,13 +272,38 @@ def expect(value: Any, kind: type[T], name: str) -> T:
     """Check the type of a value from outside, and return the value; `float` stands for any number.
 
     Raises:
-        InputError: it has another one; the message begins with `name`.
+        InputError: it has another type; the message begins with `name`.
     """
     kinds: Any = (int, float) if kind is float else kind
     if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
         shown = shortened(printable(repr(value)) if not isinstance(value, str) else quoted(value), 60)
         raise InputError(f"{name}: expected {_TYPES[kind]}, got {shown}")
     return value
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Return whether a value from outside has a type: `float` is any finite number.
+
+    Args:
+        value: the value.
+        kind: a type, `[kind]` for a list, `{str: kind}` for a table, several kinds as a tuple, or a predicate.
+    """
+    if isinstance(kind, tuple):
+        return any(fits(value, choice) for choice in kind)
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(fits(item, kind[0]) for item in value)
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and all(fits(item, kind[str]) for item in value.values())
+    if not isinstance(kind, type):
+        return bool(kind(value))
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    return isinstance(value, int | float) and math.isfinite(value) if kind is float else isinstance(value, kind)
+
+
+def fitting(record: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record without the values that do not fit their `kinds`, as if they were not recorded."""
+    return {name: value for name, value in record.items() if name not in kinds or fits(value, kinds[name])}
 
 
 def _name(path: Path) -> str:

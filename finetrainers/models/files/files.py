@@ -23,7 +23,7 @@ from finetrainers.utils.failures import FileError, InputError
 from finetrainers.utils.files import open_regular
 from finetrainers.utils.headers import Header, read_header
 from finetrainers.utils.packaged import model_path, packaged_configs
-from finetrainers.utils.reading import MAX_SETTINGS, read_json_object
+from finetrainers.utils.reading import MAX_SETTINGS, fits, read_json_object
 
 from .hub import away
 
@@ -240,7 +240,7 @@ def weight_files(folder: Path, part: str, variant: str | None) -> tuple[list[Pat
     # diffusers looks for an index first, transformers for a single file.
     if index.is_file() and not (stem == "model" and single.is_file()):
         weight_map = read_json_object(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        if not weight_map or not fits(weight_map, {str: str}):
             raise ValueError(f"{index} has no table 'weight_map' of file names")
         return [folder / name for name in sorted(set(weight_map.values()))], weight_map
     if single.is_file():

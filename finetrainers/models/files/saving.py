@@ -81,13 +81,13 @@ def read_lora(pipeline_cls: Any, path: Path, network: Callable[[], nn.Module], *
 
 def _read_stock(pipeline_cls: Any, path: Path, part: str, family: str) -> Lora:
     """Read a LoRA with diffusers' names, or with those that it translates."""
+    metadata = adapter_metadata(path)  # of the right types, which diffusers does not check
     if hasattr(pipeline_cls, "lora_state_dict"):
         state, metadata = pipeline_cls.lora_state_dict(
             str(path.parent), weight_name=path.name, use_safetensors=True, return_lora_metadata=True
         )
     else:
         state = load_tensors(path)
-        metadata = adapter_metadata(path)
     prefix = f"{part}."
     tensors = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
     if tensors and not any("lora_A" in name for name in tensors):
