@@ -1,4 +1,4 @@
-"""Texts from users in Markdown: as text, code, link or table row, without effect on the rest of a page."""
+"""Strings from users in Markdown: plain, as code, link or table row, without effect on the rest of a page."""
 
 from __future__ import annotations
 

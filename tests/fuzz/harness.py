@@ -260,7 +260,9 @@ def _read(case: Case, rng: random.Random) -> tuple[str, tuple[str, str]]:
             case.prepare(rng)
             case.read()
     except REFUSALS as error:
-        return ("refused", (str(error), "")) if str(error).strip() else ("crash", ("a refusal without a reason", ""))
+        if not str(error).strip():
+            return "crash", (f"{type(error).__name__} without a message", "")
+        return "refused", (str(error), "")
     except (Exception, TooLongError, SystemExit) as error:
         return "crash", (_signature(error), "".join(traceback.format_exception(error))[-3000:])
     return "usable", ("", "")
