@@ -133,10 +133,13 @@ def _read_sizes(checkpoint: Path, *, has_areas: bool) -> dict[str, Any]:
     They are the buckets, or with `--resolutions` the lengths.
     """
     critical = read_state(checkpoint)["critical"]
-    headings, *rows = critical.get("data_table") or [[]]
-    if headings[:1] != ["bucket"] or any(critical.get(name) for name in _SIZING):
-        return {}
-    buckets = [tuple(map(int, row[0].split("x"))) for row in rows]
+    try:
+        headings, *rows = critical.get("data_table") or [[]]
+        if headings[:1] != ["bucket"] or any(critical.get(name) for name in _SIZING):
+            return {}
+        buckets = [tuple(map(int, row[0].split("x"))) for row in rows]
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise InputError(f"{checkpoint}: its table of buckets cannot be read: {error}", "unreadable") from None
     videos = [bucket for bucket in buckets if bucket[0] > 1]
     images = [bucket[1:] for bucket in buckets if bucket[0] == 1]
     if has_areas:  # images have every area by themselves

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from finetrainers.rundir.manifest import MANIFEST, write_manifest
 from finetrainers.utils.failures import FileError, InputError, Kind, error_kind
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.reading import (
@@ -156,6 +158,47 @@ def test_messages_have_no_control_characters(odd: Path, capsys: pytest.CaptureFi
 def test_numbers_that_are_no_floats_are_refused(odd: Path) -> None:
     for option in ("--rank", "--train_steps", "--seed"):
         assert (option, "invalid") in refused_command(["train", *MODEL, option, "9" * 320])[1]
+
+
+RUNS = Path(__file__).parents[1] / "upgrades" / "ac471eb6"
+
+
+def test_manifests_with_wrong_values(odd: Path) -> None:
+    """Their checksums fit: only what is in them is wrong."""
+    shutil.copytree(RUNS, odd, dirs_exist_ok=True)
+    checkpoint = odd / "runs/sft/checkpoints/step-4"
+    facts = json.loads((checkpoint / MANIFEST).read_text())
+    facts = {name: facts[name] for name in facts.keys() - {"files", "manifest_sha256"}}
+    resume = ["train", "--config", "sft.toml", "--output_dir", "runs/sft", "--resume_from_checkpoint", "latest"]
+    wrong = {"activation_memory": [1], "blocks_to_swap": "x", "enable_slicing": {}}
+    for name, value in wrong.items():
+        (checkpoint / MANIFEST).unlink()
+        write_manifest(checkpoint, facts={**facts, "config": {**facts["config"], name: value}})
+        refusal = refused_command([*resume, "--train_steps", 7, "--dry_run"])
+        assert refusal == (2, [("--resume_from_checkpoint", "unreadable")]), name
+    (checkpoint / MANIFEST).unlink()
+    write_manifest(checkpoint, facts={**facts, "config": {**facts["config"], "train_steps": "x"}})
+    assert refused_command([*resume, "--train_steps", 7, "--dry_run"]) == (0, [])
+    state = json.loads((checkpoint / "state.json").read_text())
+    course = state["course"]
+    for name, value in {"guards": [1], "step": "x", "course": {**course, "stretches": [0.5]}, "critical": None}.items():
+        (checkpoint / "state.json").write_text(json.dumps({**state, name: value}))
+        (checkpoint / MANIFEST).unlink()
+        write_manifest(checkpoint, facts=facts)
+        code, problems = refused_command([*resume, "--train_steps", 7, "--dry_run"])
+        assert (code, [where for where, _ in problems]) == (2, ["--resume_from_checkpoint"]), name
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    (checkpoint / MANIFEST).unlink()
+    write_manifest(checkpoint, facts=facts)
+    manifest = (checkpoint / MANIFEST).read_text()
+    (checkpoint / "ema.safetensors").rename(odd / "ema.safetensors")
+    (checkpoint / MANIFEST).unlink()
+    write_manifest(checkpoint, facts=facts)
+    (odd / "ema.safetensors").rename(checkpoint / "ema.safetensors")
+    sample = ["sample", "runs/sft", "--prompts", "a", "--dry_run"]
+    assert refused_command(sample) == (2, [("TARGET", "unreadable")])
+    (checkpoint / MANIFEST).write_text(manifest)
+    assert refused_command(sample) == (0, [])
 
 
 def nested(levels: int) -> str:

@@ -147,6 +147,7 @@ def manifest_cases(directory: Path) -> list[Case]:
     }
 
     def list_again(rng: random.Random) -> None:
+        manifest.unlink()  # or it would list itself
         write_manifest(checkpoint, facts=facts)
 
     return [
