@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import gc
 import os
 import select
@@ -106,15 +107,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _while_read(command: Callable[[], int], *, default: int) -> int:
     """Run a command; return its exit code, or `default` if nothing reads its output any more, as with `| head`."""
     try:
-        code = command()
-        sys.stdout.flush()
-        return code
+        try:
+            return command()
+        finally:  # also after help, which ends by an exit: a full disk is an error
+            sys.stdout.flush()
     except BrokenPipeError:
         if not _output_is_closed():
             raise
     except SystemExit as error:
         if not isinstance(error.__context__, BrokenPipeError):  # rich has replaced it by an exit
             raise
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        print_error(f"the output cannot be written: {error.strerror}")
+        default = exit_codes.FAILED
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for buffered output
     return default
 

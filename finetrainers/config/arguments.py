@@ -6,6 +6,7 @@ import argparse
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
@@ -116,6 +117,10 @@ class ArgumentParser(argparse.ArgumentParser):
         finally:
             for action in self._required:
                 action.required = True
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Write help or the version; argparse itself ignores that a disk is full."""
+        (file or sys.stderr).write(message or "")
 
     def problems(self, unknown: Sequence[str]) -> list[Problem]:
         """Return the problems of the last command line, with unknown arguments first.

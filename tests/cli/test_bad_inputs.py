@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from finetrainers.rundir.manifest import MANIFEST, write_manifest
+import finetrainers
+from finetrainers.plan.initial_weights import read_lora_header
 from finetrainers.utils.failures import FileError, InputError, Kind, error_kind
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.reading import (
@@ -145,60 +149,48 @@ def test_commands_and_stages(odd: Path) -> None:
     assert ("--frame_conditioning", "invalid") in refused_command(["train", *MODEL, "--frame_conditioning", deep])[1]
 
 
-def test_messages_have_no_control_characters(odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Names from command lines and files cannot move the cursor, color the terminal or reverse its text."""
-    Path("d.toml").write_text('[[dataset]]\ndata_root = "x"\n"a\\u001b[31m\\u0000b\\u202e" = 1\n', encoding="utf-8")
-    for command in (["--config", "\u202e\x1b[31m"], [*MODEL, "--dataset", "d.toml"], [*MODEL, "--lr", LONG]):
-        assert refused_command(["train", *command])[0] in (2, 65)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) > 5
-    assert [line for line in lines if not line.isprintable()] == []
+#: File of a model, key and value; `refused_command` sees each at the option that names the model.
+CONFIGS: list[tuple[str, str, object]] = [
+    ("transformer/config.json", "num_layers", 10**12), ("transformer/config.json", "patch_size", 0),
+    ("vae/config.json", "block_out_channels", []),
+    ("text_encoder/config.json", "d_kv", "x"), ("scheduler/scheduler_config.json", "num_train_timesteps", 0),
+    ("scheduler/scheduler_config.json", "_class_name", [1]),
+]  # fmt: skip
 
 
-def test_numbers_that_are_no_floats_are_refused(odd: Path) -> None:
-    for option in ("--rank", "--train_steps", "--seed"):
-        assert (option, "invalid") in refused_command(["train", *MODEL, option, "9" * 320])[1]
+def test_configs_of_models(odd: Path) -> None:
+    model = odd / "model"
+    shutil.copytree(Path(finetrainers.__file__).parent / "demo" / "weights" / "ltx", model)
+    for file, key, value in CONFIGS:
+        text = (model / file).read_text(encoding="utf-8")
+        write_text_atomic(model / file, json.dumps({**json.loads(text), key: value}))
+        command = ["train", "--model_name", "ltx_video", "--pretrained_model_name_or_path", str(model), "--dry_run"]
+        code, problems = refused_command([*command, "--data_root", "none"])
+        assert (code, ("--pretrained_model_name_or_path", "invalid") in problems) == (2, True), (file, key, problems)
+        write_text_atomic(model / file, text)
 
 
-RUNS = Path(__file__).parents[1] / "upgrades" / "ac471eb6"
+SETTINGS = {
+    "r": ["z", 0, 1.5], "lora_alpha": [[1], math.nan, 1e999, "x"], "rank_pattern": [5, {"a": "b"}],
+    "alpha_pattern": [["("]], "target_modules": [7], "use_rslora": [[]],
+}  # fmt: skip
 
 
-def test_manifests_with_wrong_values(odd: Path) -> None:
-    """Their checksums fit: only what is in them is wrong."""
-    shutil.copytree(RUNS, odd, dirs_exist_ok=True)
-    checkpoint = odd / "runs/sft/checkpoints/step-4"
-    facts = json.loads((checkpoint / MANIFEST).read_text())
-    facts = {name: facts[name] for name in facts.keys() - {"files", "manifest_sha256"}}
-    resume = ["train", "--config", "sft.toml", "--output_dir", "runs/sft", "--resume_from_checkpoint", "latest"]
-    wrong = {"activation_memory": [1], "blocks_to_swap": "x", "enable_slicing": {}}
-    for name, value in wrong.items():
-        (checkpoint / MANIFEST).unlink()
-        write_manifest(checkpoint, facts={**facts, "config": {**facts["config"], name: value}})
-        refusal = refused_command([*resume, "--train_steps", 7, "--dry_run"])
-        assert refusal == (2, [("--resume_from_checkpoint", "unreadable")]), name
-    (checkpoint / MANIFEST).unlink()
-    write_manifest(checkpoint, facts={**facts, "config": {**facts["config"], "train_steps": "x"}})
-    assert refused_command([*resume, "--train_steps", 7, "--dry_run"]) == (0, [])
-    state = json.loads((checkpoint / "state.json").read_text())
-    course = state["course"]
-    for name, value in {"guards": [1], "step": "x", "course": {**course, "stretches": [0.5]}, "critical": None}.items():
-        (checkpoint / "state.json").write_text(json.dumps({**state, name: value}))
-        (checkpoint / MANIFEST).unlink()
-        write_manifest(checkpoint, facts=facts)
-        code, problems = refused_command([*resume, "--train_steps", 7, "--dry_run"])
-        assert (code, [where for where, _ in problems]) == (2, ["--resume_from_checkpoint"]), name
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    (checkpoint / MANIFEST).unlink()
-    write_manifest(checkpoint, facts=facts)
-    manifest = (checkpoint / MANIFEST).read_text()
-    (checkpoint / "ema.safetensors").rename(odd / "ema.safetensors")
-    (checkpoint / MANIFEST).unlink()
-    write_manifest(checkpoint, facts=facts)
-    (odd / "ema.safetensors").rename(checkpoint / "ema.safetensors")
-    sample = ["sample", "runs/sft", "--prompts", "a", "--dry_run"]
-    assert refused_command(sample) == (2, [("TARGET", "unreadable")])
-    (checkpoint / MANIFEST).write_text(manifest)
-    assert refused_command(sample) == (0, [])
+def test_settings_of_loras(odd: Path) -> None:
+    """In a header, and next to a file in PEFT's format."""
+    (odd / "peft").mkdir()
+    weights = {f"to_q.lora_{side}.weight": np.zeros((4, 4), np.float32) for side in "AB"}
+    save_file({f"base_model.model.{name}": value for name, value in weights.items()}, odd / "peft/a.safetensors")
+    for key, values in SETTINGS.items():
+        for value in values:
+            header = {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value})}
+            save_file(
+                {f"transformer.{name}": tensor for name, tensor in weights.items()}, odd / "a.safetensors", header
+            )
+            write_text_atomic(odd / "peft" / "adapter_config.json", json.dumps({key: value}))
+            for path, place in (("a.safetensors", "lora_adapter_metadata"), ("peft/a.safetensors", "adapter_config")):
+                with refused("invalid", place, key):
+                    read_lora_header(Path(path))
 
 
 def nested(levels: int) -> str:

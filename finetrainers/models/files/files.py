@@ -24,6 +24,7 @@ from finetrainers.utils.files import open_regular
 from finetrainers.utils.headers import Header, read_header
 from finetrainers.utils.packaged import model_path, packaged_configs
 from finetrainers.utils.reading import MAX_SETTINGS, fits, read_json_object
+from finetrainers.utils.text import printable, shortened
 
 from .hub import away
 
@@ -44,6 +45,14 @@ _SCALES = (
 )
 #: Vocabulary files: a tokenizer's folder holds at least one of them.
 _VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json")
+#: Keys of counts and sizes in configs of networks and schedulers: of layers and steps, and others.
+_COUNT = re.compile(
+    r"(.*_)?(num_(\w+_)?(layers|heads|blocks|train_timesteps|groups)|layers_per_block|\w*channels|\w+_dim|dim_mult"
+    r"|patch_size(_t)?|(spatial|temporal)_compression_ratio|(hidden|intermediate|vocab|image)_size|d_model|d_ff|d_kv)"
+)
+_LAYERS = re.compile(r"layers|blocks|timesteps")
+_OPTIONAL_LAYERS = re.compile(r".*layers_per_block|num_\w+_layers(?<!num_hidden_layers)|.*num_\w*(blocks|groups)")
+_MOST_LAYERS, _LARGEST_SIZE = 100_000, 10_000_000
 #: Largest vocabulary in bytes; published ones have up to 35 MB.
 _MAX_VOCABULARY = 256 << 20
 _MAIN_FILES = (
@@ -194,7 +203,36 @@ def part_config(config: ModelSection, part: str) -> Json | None:
         ValueError: the file holds none.
     """
     path = component_file(config, part, _config_name(part))
-    return None if path is None else read_json_object(path)
+    return None if path is None else read_config(path)
+
+
+def read_config(path: Path) -> Json:
+    """Read the config of a part.
+
+    Raises:
+        ValueError: the file holds none, or counts and sizes in it are of other types or no network can have them.
+    """
+    settings = read_json_object(path)
+    problems = list(_size_problems(settings))
+    if not isinstance(settings.get("_class_name", ""), str):
+        problems.append("_class_name must be text")
+    if problems:
+        raise InputError(f"{path}: {'; '.join(problems[:5])}")
+    return settings
+
+
+def _size_problems(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the problems of a config's counts and sizes, also in its tables: building networks fails obscurely."""
+    for key, value in settings.items():
+        if isinstance(value, dict) and not _COUNT.fullmatch(key):
+            yield from _size_problems(value)
+        elif value is not None and _COUNT.fullmatch(key):
+            limit = _MOST_LAYERS if _LAYERS.search(key) else _LARGEST_SIZE
+            least = 0 if _OPTIONAL_LAYERS.fullmatch(key) else 1
+            counts = value if isinstance(value, list) and value else [value]
+            if not all(fits(count, int) and least <= count <= limit for count in counts):
+                shown = shortened(printable(repr(value)), 40)
+                yield f"{key} must be a whole number from {least} to {limit:,}, or a list of them, got {shown}"
 
 
 def _config_name(part: str) -> str:
@@ -493,7 +531,11 @@ def _json_problems(folder: Path) -> Iterator[ValueError]:
     for name in ("config.json", "scheduler_config.json", "tokenizer_config.json", "tokenizer.json"):
         if (folder / name).is_file():
             try:
-                read_json_object(folder / name, limit=_MAX_VOCABULARY if name in _VOCABULARIES else MAX_SETTINGS)
+                if name in ("config.json", "scheduler_config.json"):
+                    read_config(folder / name)
+                else:
+                    limit = _MAX_VOCABULARY if name in _VOCABULARIES else MAX_SETTINGS
+                    read_json_object(folder / name, limit=limit)
             except ValueError as error:
                 yield error
 
