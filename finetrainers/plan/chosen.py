@@ -116,8 +116,8 @@ def _validated(values: Mapping[str, Any]) -> dict[str, Any]:
         except ValidationError as error:  # or of required options of the table, which are not here
             problems = [problem["msg"] for problem in error.errors() if problem["loc"][:1] == (key,)]
             if problems:
-                shown = shortened(printable(repr(value)), 60)
-                raise InputError(f"{MANIFEST}: {name} is {shown}: {problems[0]}", "unreadable") from None
+                text = shortened(printable(repr(value)), 60)
+                raise InputError(f"{MANIFEST}: {name} is {text}: {problems[0]}", "unreadable") from None
     return validated
 
 
