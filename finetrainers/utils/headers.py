@@ -20,7 +20,7 @@ ADAPTER_METADATA = "lora_adapter_metadata"
 _LENGTH_BYTES = 8  # the header follows its length
 _MAX_HEADER = 100_000_000  # the library's limit
 _LFS_POINTER = b"version https://git-lfs"
-#: Settings of PEFT that are computed with: their types, in words and for `fits`.
+#: Settings of PEFT that are computed with: their types, for messages and for `fits`.
 _ADAPTER_TYPES: Mapping[str, tuple[str, Any]] = {
     "r": ("a whole number above 0", lambda value: fits(value, int) and value > 0),
     "lora_alpha": ("a number", float),
@@ -81,7 +81,7 @@ def check_adapter_settings(settings: dict[str, Any], name: str) -> dict[str, Any
     """Return PEFT's settings of a LoRA if those that its scales follow from have the right types.
 
     Args:
-        settings: by PEFT's name, also after that of a network: `transformer.r`.
+        settings: by PEFT's name, which may follow that of a network: `transformer.r`.
         name: name of the place, for messages.
 
     Raises:
@@ -90,8 +90,8 @@ def check_adapter_settings(settings: dict[str, Any], name: str) -> dict[str, Any
     for key, value in settings.items():
         expected, kind = _ADAPTER_TYPES.get(key.rpartition(".")[2], ("", None))
         if expected and value is not None and not fits(value, kind):
-            shown = shortened(printable(repr(value)), 60)
-            raise InputError(f"{name}: {shortened(printable(key), 60)} must be {expected}, got {shown}")
+            text = shortened(printable(repr(value)), 60)
+            raise InputError(f"{name}: {shortened(printable(key), 60)} must be {expected}, got {text}")
     return settings
 
 

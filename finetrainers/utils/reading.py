@@ -276,8 +276,8 @@ def expect(value: Any, kind: type[T], name: str) -> T:
     """
     kinds: Any = (int, float) if kind is float else kind
     if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
-        shown = shortened(printable(repr(value)) if not isinstance(value, str) else quoted(value), 60)
-        raise InputError(f"{name}: expected {_TYPES[kind]}, got {shown}")
+        text = shortened(printable(repr(value)) if not isinstance(value, str) else quoted(value), 60)
+        raise InputError(f"{name}: expected {_TYPES[kind]}, got {text}")
     return value
 
 

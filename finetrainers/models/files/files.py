@@ -222,17 +222,17 @@ def read_config(path: Path) -> Json:
 
 
 def _size_problems(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the problems of a config's counts and sizes, also in its tables: building networks fails obscurely."""
+    """Yield the problems of a config's counts and sizes, including those in its tables."""
     for key, value in settings.items():
         if isinstance(value, dict) and not _COUNT.fullmatch(key):
             yield from _size_problems(value)
         elif value is not None and _COUNT.fullmatch(key):
             limit = _MOST_LAYERS if _LAYERS.search(key) else _LARGEST_SIZE
-            least = 0 if _OPTIONAL_LAYERS.fullmatch(key) else 1
+            minimum = 0 if _OPTIONAL_LAYERS.fullmatch(key) else 1
             counts = value if isinstance(value, list) and value else [value]
-            if not all(fits(count, int) and least <= count <= limit for count in counts):
-                shown = shortened(printable(repr(value)), 40)
-                yield f"{key} must be a whole number from {least} to {limit:,}, or a list of them, got {shown}"
+            if not all(fits(count, int) and minimum <= count <= limit for count in counts):
+                text = shortened(printable(repr(value)), 40)
+                yield f"{key} must be a whole number from {minimum} to {limit:,}, or a list of them, got {text}"
 
 
 def _config_name(part: str) -> str:
