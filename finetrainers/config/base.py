@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
+from finetrainers.utils.text import is_encodable, shortened
+
 #: Largest number of any option that has no smaller bound; sizes computed from it still fit into 64 bits.
 LARGEST = 1e12
 #: Limits of common file systems, in bytes.
@@ -43,7 +45,7 @@ class Section(BaseModel):
             raise ValueError(f"must be a number, got {str(raw_value).lower()}")
         for number in numbers:
             if abs(number) > LARGEST and number not in (float("inf"), float("-inf")):
-                raise ValueError(f"must be at most {LARGEST:g}, got {number:g}")
+                raise ValueError(f"must be at most {LARGEST:g}, got {shortened(str(number), 40)}")
         for text in _flat(value):
             if isinstance(text, (str, Path)):
                 check_text(str(text))
@@ -71,10 +73,8 @@ def check_text(text: str) -> None:
     """
     if "\0" in text:
         raise ValueError(f"must not contain a NUL character: {text[:80]!r}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ValueError(f"must be UTF-8 text: {text[:80]!r}") from None
+    if not is_encodable(text):
+        raise ValueError(f"must be UTF-8 text: {text[:80]!r}")
 
 
 def expand_home(path: str) -> str:

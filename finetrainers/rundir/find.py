@@ -171,6 +171,10 @@ def _find_newest_verified(
     raise InputError(f"every checkpoint in {root} is damaged ({'; '.join(damaged)})", "unreadable")
 
 
+#: Entries of a state and their types.
+_STATE_TYPES: dict[str, type] = {"step": int, "critical": dict, "course": dict, "guards": dict, "schedule_start": int}
+
+
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """Return the state of a run that a checkpoint has stored.
 
@@ -178,11 +182,15 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         ValueError: it is of another version, or cannot be read.
     """
     state = read_json_object(checkpoint / "state.json", limit=MAX_RECORDS)
-    expect(state.get("critical", {}), dict, f"{checkpoint}: critical")
     if state.get("format") not in (FORMAT, SLICED_FORMAT):
         raise InputError(
             f"{checkpoint} has checkpoint format {state.get('format')!r}; this version reads {FORMAT} and "
             f"{SLICED_FORMAT}",
             "unsupported",
         )
+    for name, kind in _STATE_TYPES.items():
+        expect(state.get(name), kind, f"{checkpoint}: {name} of its state")
+    expect(state["guards"].get("data_ahead"), int, f"{checkpoint}: data_ahead of its state")
+    if state.setdefault("initial", None) is not None:
+        expect(state["initial"], dict, f"{checkpoint}: initial of its state")
     return state

@@ -192,7 +192,10 @@ def _checkpoint(name_or_path: str, path: Path, *, use_ema: bool) -> Target:
     averages = path / AVERAGES if use_ema and (path / AVERAGES).is_file() else None
     content = averages or initial.path
     files = [content] if content.is_file() else sorted(content.iterdir())
-    digest = " ".join(manifest["files"][file.relative_to(path).as_posix()]["sha256"] for file in files)
+    names = [file.relative_to(path).as_posix() for file in files]
+    if unlisted := [name for name in names if name not in manifest["files"]]:
+        raise InputError(f"the checkpoint {path} is damaged: {MANIFEST} does not list {unlisted[0]}", "unreadable")
+    digest = " ".join(manifest["files"][name]["sha256"] for name in names)
     step = step_of(path)
     label = path.name if step is None else f"step {step}"
     home, near = path.resolve().parent.parent, path.parent.parent

@@ -15,7 +15,7 @@ from typing import Any
 from .failures import InputError, Kind
 from .packaged import find_shared
 from .reading import expect, parse_yaml, read_text
-from .text import shortened
+from .text import is_encodable, shortened, without_controls
 
 #: Variables with an integer, and its minimum.
 _COUNTS = {
@@ -129,7 +129,7 @@ def print_refusal(text: object) -> None:
 
 def print_error(text: object) -> None:
     """Print to standard error after `error: `; on a terminal, lines wrap between words."""
-    message = f"error: {text}".rstrip("\n")
+    message = without_controls(f"error: {text}".rstrip("\n"))
     sys.stderr.write(f"{wrap_prose(message, starts=('',)) if sys.stderr.isatty() else message}\n")
 
 
@@ -221,9 +221,9 @@ def _text(value: Any) -> str:
     """Return a value as an environment variable has it.
 
     Raises:
-        ValueError: it is a list, a table, or has a NUL character.
+        ValueError: it is a list, a table, or not UTF-8 text, or has a NUL character.
     """
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    if isinstance(value, (list, dict)) or "\0" in text:
+    if isinstance(value, (list, dict)) or "\0" in text or not is_encodable(text):
         raise ValueError(f"expected text, a number, true or false, got {shortened(repr(value))}")
     return text

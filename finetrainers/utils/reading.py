@@ -35,6 +35,7 @@ MAX_SETTINGS, MAX_RECORDS = 64 << 20, 2 << 30
 MAX_DEPTH = 64
 #: Most digits of a whole number: larger ones are not floats.
 MAX_DIGITS = 300
+_CHUNK = 1 << 20
 _TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 _TOO_LONG = f"a number has more than {MAX_DIGITS} digits"
 _DIGITS = "0123456789_"  # TOML and YAML group digits by underscores
@@ -54,11 +55,14 @@ def read_bytes(path: Path, *, limit: int = MAX_SETTINGS) -> bytes:
     """
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
-        content = file.read(limit + 1) if size <= limit else b""
+        content = bytearray()
+        # One read of `limit` bytes would allocate them all, and the file may have grown since.
+        while max(size, len(content)) <= limit and (chunk := file.read(max(_CHUNK, size - len(content)))):
+            content += chunk
     if max(size, len(content)) > limit:
         message = f"{_name(path)} has {file_size(max(size, len(content)))}; at most {file_size(limit)} are read"
         raise FileError(message, "too_large")
-    return content
+    return bytes(content)
 
 
 @contextlib.contextmanager
@@ -178,11 +182,15 @@ def parse_json(text: str | bytes, **hooks: Any) -> Any:
     """Return the value of a JSON text; `hooks` are those of `json.loads`.
 
     Raises:
-        json.JSONDecodeError: it is not JSON, nested too deeply, or has a number with too many digits.
-        ValueError: it is not UTF-8, or a hook refuses a value.
+        json.JSONDecodeError: it is not JSON, not UTF-8, nested too deeply, or has a number with too many digits.
+        ValueError: a hook refuses a value.
     """
     if isinstance(text, bytes):
-        text = text.decode("utf-8-sig")
+        content = text
+        try:
+            text = content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise json.JSONDecodeError("not UTF-8 text", content.decode("latin-1"), error.start) from None
     number = _find_long_number(text)
     try:
         value = json.loads(text, **hooks)

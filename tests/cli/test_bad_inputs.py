@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,6 +105,7 @@ LAUNCHER_FILES: dict[str, Kind] = {
     "distributed_type: FSDP\nfsdp_config: {'': 1}": "invalid",
     'distributed_type: FSDP\nfsdp_config: {fsdp_x: "a\\0b"}': "invalid",
     "num_processes: 2020-99-99": "unreadable", "a: &a [1]\nb: *a": "unreadable", "[1, 2]": "unreadable",
+    'mixed_precision: "\\ud800"': "invalid",
 }  # fmt: skip
 
 
@@ -214,6 +216,9 @@ def test_texts_have_bounds(tmp_path: Path) -> None:
     with pytest.raises(json.JSONDecodeError) as caught:
         parse_json('{"[": ' + nested(MAX_DEPTH + 1) + "}")
     assert caught.value.pos == 6 + MAX_DEPTH - 1  # brackets in texts do not count
+    with pytest.raises(json.JSONDecodeError) as caught:
+        parse_json(b'{"a": "\xff"}')
+    assert caught.value.pos == 7
     assert parse_json('"' + "9" * 400 + '"') == "9" * 400  # a text, not a number
     assert parse_json("[" + ",".join(["[1]"] * 1000) + "]")[-1] == [1]
 
@@ -233,6 +238,11 @@ def test_files_have_bounds(odd: Path) -> None:
             assert find_json_object(odd / name) == {}
     with pytest.raises(FileNotFoundError):
         read_text(odd / "none")
+    (odd / "small").write_bytes(b"{}")
+    tracemalloc.start()
+    assert read_bytes(odd / "small", limit=2 << 30) == b"{}"
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20  # not the limit
+    tracemalloc.stop()
     with pytest.raises(OSError) as caught:
         read_text(odd / "loop")
     assert caught.value.errno is not None

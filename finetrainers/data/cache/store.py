@@ -338,4 +338,5 @@ def _payload(data: bytes) -> memoryview:
 
 
 def _metadata(data: bytes) -> dict[str, str]:
-    return parse_json_object(data[8 : 8 + _header_size(data)], "its header").get("__metadata__", {})
+    metadata = parse_json_object(data[8 : 8 + _header_size(data)], "its header").get("__metadata__")
+    return metadata if isinstance(metadata, dict) else {}
