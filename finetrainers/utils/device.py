@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .launch import is_enabled
+from .reading import read_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +73,7 @@ def knows_allocator_setting(name: str) -> bool:
     torch_spec = find_spec("torch")
     directories = [] if torch_spec is None else torch_spec.submodule_search_locations or []
     libraries = (Path(directory, "lib", file) for directory in directories for file in ("libc10.so", "c10.dll"))
-    return any(name.encode() in library.read_bytes() for library in libraries if library.is_file())
+    return any(name.encode() in read_bytes(library) for library in libraries if library.is_file())
 
 
 def page_locked_bytes(size: int) -> int:
@@ -136,4 +137,5 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return a tensor on a device; from the host to a GPU through page-locked memory, without waiting for the GPU."""
     if tensor.device.type != "cpu" or str(device).startswith("cpu"):
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    pinned = tensor if str(device).startswith("meta") else tensor.pin_memory()
+    return pinned.to(device, non_blocking=True)
