@@ -83,15 +83,19 @@ def _check(arguments: argparse.Namespace) -> list[Problem]:
             "requires --format diffusers or merged, with networks in diffusers layout; the other formats are one file"
         )
         problems.append(Problem("--one_file", message, "unsupported"))
-    if (place := arguments.output_dir) is not None and (problem := folder_problem(place)) is not None:
-        problems.append(Problem("--output_dir", problem))
     names = ("pretrained_model_name_or_path", "model_name", "expert", "other_expert")
     model_options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    source, place = None, arguments.output_dir
     try:
         source = find_source(arguments.source, options=model_options, use_ema=arguments.use_ema)
+        place = place or source.folder
     except ConfigError as error:
-        return [*problems, *error.problems]
-    arguments.source, arguments.output_dir = source, arguments.output_dir or source.folder
+        problems += error.problems
+    if place is not None and (problem := folder_problem(place)) is not None:
+        problems.append(Problem("--output_dir", problem))
+    if source is None:
+        return problems
+    arguments.source, arguments.output_dir = source, place
     problems += source_problems(source, arguments.format, arguments.output_dir, overwrite=arguments.overwrite)
     return problems
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -169,11 +170,18 @@ def names_existing(path: Path | str, *, folder: bool = False) -> bool:
 
 
 def folder_problem(folder: Path) -> str | None:
-    """Return why a folder cannot be made or written to, or None if it can, as far as known."""
+    """Return why a folder cannot be made or written to, or None if it can, as far as known.
+
+    A directory is made in it and removed, since permissions do not show what else refuses: /proc, a quota, a server.
+    """
     existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path(os.sep))
     if not existing.is_dir():
         return f"{existing} is a file; use a directory"
-    return None if os.access(existing, os.W_OK) else f"cannot write to {existing}"
+    try:
+        Path(tempfile.mkdtemp(prefix=".", suffix=".tmp", dir=existing)).rmdir()
+    except OSError as error:
+        return f"cannot write to {existing}: {error.strerror or error}"
+    return None
 
 
 _KINDS = {

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import shutil
+import tempfile
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -63,6 +66,24 @@ def test_paths_that_no_file_can_have(odd: Path, command: list[str], place: str) 
     for path in PATHS:
         code, problems = refused_command([*command, path])
         assert (code, place) in [(2, where) for where, _ in problems], (path, problems)
+
+
+#: Commands with a path to write to at the end, and the option; as they refuse places in which nothing can be made.
+WRITING = [
+    ["train", *MODEL, "--output_dir"], ["sample", "demo://ltx", "--prompts", "a", "--output_dir"],
+    ["export", "none", "--format", "peft", "--output_dir"], ["report", ".", "--output"],
+    ["check", "--data_root", ".", "--json"], ["search-batch", *MODEL[:4], "--output"],
+]  # fmt: skip
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="has no /proc")
+def test_places_in_which_nothing_can_be_made(odd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in WRITING:
+        name = "/proc/x.html" if command[-1] == "--output" and command[0] == "report" else "/proc/x"
+        code, problems = refused_command([*command, name])
+        assert (code, command[-1]) in [(2, where) for where, _ in problems], (command, problems)
+    monkeypatch.setattr(tempfile, "mkdtemp", mock.Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
+    assert refused_command(["plot", "."]) == (2, [("RUN", "unavailable")])
 
 
 #: Commands with a file at the end.
@@ -152,6 +173,8 @@ def test_commands_and_stages(odd: Path) -> None:
 #: File of a model, key and value; `refused_command` sees each at the option that names the model.
 CONFIGS: list[tuple[str, str, object]] = [
     ("transformer/config.json", "num_layers", 10**12), ("transformer/config.json", "patch_size", 0),
+    ("transformer/config.json", "patch_size_t", None), ("transformer/config.json", "attention_head_dim", None),
+    ("vae/config.json", "temporal_compression_ratio", [1]),
     ("vae/config.json", "block_out_channels", []),
     ("text_encoder/config.json", "d_kv", "x"), ("scheduler/scheduler_config.json", "num_train_timesteps", 0),
     ("scheduler/scheduler_config.json", "_class_name", [1]),
