@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import tempfile
+import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,15 @@ def test_content_of_files(odd: Path) -> None:
         assert ("--accelerate_config", "unreadable") in problems
     Path("a.toml").write_bytes("lr = 1".encode("utf-16"))
     assert refused_command(["train", "--config", "a.toml"]) == (2, [("--config", "unreadable")])
+
+
+def test_thousands_of_unknown_keys(odd: Path) -> None:
+    """Take time in proportion to their number, each at its line."""
+    Path("a.toml").write_text("[data]\n" + "".join(f"max_item{i} = 1\n" for i in range(4000)), encoding="utf-8")
+    start = time.process_time()
+    code, problems = refused_command(["train", "--config", "a.toml"])
+    assert time.process_time() - start < 3
+    assert (code, problems[0], problems[3999]) == (2, ("a.toml:2", "unknown"), ("a.toml:4001", "unknown"))
 
 
 LAUNCHER_FILES: dict[str, Kind] = {
