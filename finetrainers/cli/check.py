@@ -122,7 +122,7 @@ def _path_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
             if file.is_dir():
                 yield Problem(option, f"{file} is a directory; give a file in it")
             elif (problem := folder_problem(file.parent)) is not None:
-                yield Problem(option, problem, "unavailable")
+                yield Problem(option, problem)
             elif (other := json_problem(file, "items") if option == "--json" else page_problem(file)) is not None:
                 yield Problem(option, other, "occupied")
         except OSError as error:

@@ -69,7 +69,7 @@ def add_export(commands: Any) -> None:
 
 def _check(arguments: argparse.Namespace) -> list[Problem]:
     """Return the problems that headers show, and set the source, the formats and their directory."""
-    from finetrainers.results.export_formats import find_source, source_problems
+    from finetrainers.results.export_formats import find_source, source_problems, unwritten_formats
 
     arguments.format = list(dict.fromkeys(arguments.format or ()))
     problems = []
@@ -96,18 +96,27 @@ def _check(arguments: argparse.Namespace) -> list[Problem]:
     if source is None:
         return problems
     arguments.source, arguments.output_dir = source, place
-    problems += source_problems(source, arguments.format, arguments.output_dir, overwrite=arguments.overwrite)
+    if not arguments.overwrite:
+        formats = unwritten_formats(source, arguments.format, place, **_settings(arguments))
+        if done := [name for name in arguments.format if name not in formats]:
+            print(f"exported before: {', '.join(str(place / name) for name in done)}")
+        arguments.format = formats
+    problems += source_problems(source, arguments.format, place, overwrite=arguments.overwrite)
     return problems
 
 
 def _export(arguments: argparse.Namespace) -> int:
     from finetrainers.results.export_formats import export_formats, print_exported
 
-    source, scale = arguments.source, 1.0 if arguments.lora_scale is None else arguments.lora_scale
+    source = arguments.source
     exports = export_formats(
-        source, arguments.format, arguments.output_dir, dtype=arguments.dtype, lora_scale=scale,
-        one_file=arguments.one_file, overwrite=arguments.overwrite,
-    )  # fmt: skip
+        source, arguments.format, arguments.output_dir, overwrite=arguments.overwrite, **_settings(arguments)
+    )
     for export in exports:
         print_exported(export, source, say=print)
     return exit_codes.DONE
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    scale = 1.0 if arguments.lora_scale is None else arguments.lora_scale
+    return {"dtype": arguments.dtype, "lora_scale": scale, "one_file": arguments.one_file}

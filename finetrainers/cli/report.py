@@ -111,7 +111,7 @@ def _output_problems(output: Path, *, is_given: bool) -> list[Problem]:
     if output.suffix.lower() not in (".html", ".htm"):
         message = f"{output} is not the name of an HTML page; use a name that ends in .html, or an existing directory"
         return [Problem("--output", message)]
-    if (problem := folder_problem(output.parent)) is not None:
+    if (problem := folder_problem(output.absolute().parent)) is not None:
         remedy = "" if is_given else "; set another file with --output"
         return [Problem("--output", f"{problem}{remedy}", "unavailable")]
     other = page_problem(output)
