@@ -5,8 +5,9 @@
     python benchmarks/gpu.py --tiny          # a rehearsal: the same code on tiny networks, without a GPU
 
 Each job is a process of its own. What it measured is written to a file (`--results`), from which a later command
-continues; jobs that another device or another torch measured are repeated. A job begins only if the time that it should
-take is left of `--minutes`. The page of results (`--page`) is written after each job. Nothing is downloaded.
+continues; jobs that another device or another torch measured are repeated. What the jobs print is in a file beside it.
+A job begins only if the time that it should take is left of `--minutes`. The page of results (`--page`) is written
+after each job. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -149,18 +151,33 @@ def run_tests(tiny: bool) -> Result:
         marks = ["-m", "gpu and not slow and not alone"]
         deselected = [argument for test in _TIMED for argument in ("--deselect", test)]
         commands = [[*marks, *workers, *deselected, "tests/gpu"], [*marks, *_TIMED]]
-    found: Result = {"summaries": [], "failed": []}
+    results: Result = {"summaries": [], "failed": []}
     for arguments in commands:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", *arguments]
         environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            print(done.stdout, done.stderr, flush=True)
         lines = done.stdout.splitlines()
         summary = [line for line in lines if re.search(r"\d+ (passed|failed|skipped|errors?)\b.* in [\d.]+s", line)]
         if not summary:
             raise RuntimeError((lines or done.stderr.splitlines() or ["pytest printed nothing"])[-1])
-        found["summaries"].append(summary[-1].strip("= "))
-        found["failed"] += [line for line in lines if re.match(r"(FAILED|ERROR) ", line)]
-    return found
+        results["summaries"].append(summary[-1].strip("= "))
+        results["failed"] += [line for line in lines if re.match(r"(FAILED|ERROR) ", line)]
+    return results
+
+
+def run_command(*arguments: str) -> Result:
+    """What `finetrainers` prints for a command, and its seconds."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "finetrainers", *arguments]
+        done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stdout, done.stderr, flush=True)
+        raise RuntimeError(([line for line in done.stderr.splitlines() if line.strip()] or [str(done.returncode)])[-1])
+    return {"output": done.stdout, "command": " ".join(arguments), "seconds": time.perf_counter() - started}
 
 
 # ---- all jobs --------------------------------------------------------------------------------------------------------
@@ -171,6 +188,9 @@ _NETWORKS = {
     "hunyuan": ("HunyuanVideo", (49, 544, 960)),
     "cogvideox": ("CogVideoX-5b", (49, 480, 720)),
     "ltx": ("LTX-Video", (49, 512, 768)),
+    "wan": ("Wan2.1-1.3B", (49, 480, 832)),
+    "wan5b": ("Wan2.2-5B", (49, 704, 1280)),
+    "wan14b": ("Wan2.1-14B", (49, 480, 832)),
 }
 #: What differs from gradient checkpointing alone.
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -223,29 +243,34 @@ def _step(name: str, seconds: int) -> tuple[str, Job]:
 #: Most telling first.
 JOBS: dict[str, Job] = dict(
     [
-        ("ceilings", Job(45, measure_ceilings, "ceilings")),
+        ("ceilings", Job(30, measure_ceilings, "ceilings")),
         _step("ltx-checkpoint", 30),
-        _step("hunyuan-swap-60", 90),
+        _step("hunyuan-swap-60", 75),
         ("run-ltx", Job(80, lambda tiny: whole_run("sft", tiny=tiny), "runs")),
-        _step("hunyuan-checkpoint", 80),
-        ("tests", Job(220, run_tests, "tests")),
-        _step("cogvideox-checkpoint", 40),
-        _step("ltx-compile", 60),
-        ("run-ltx-grpo", Job(80, lambda tiny: whole_run("grpo", tiny=tiny), "runs")),
-        _step("hunyuan-keep-attention", 80),
+        _step("hunyuan-checkpoint", 70),
+        ("tests", Job(150, run_tests, "tests")),
+        _step("wan-checkpoint", 25),
+        ("quickstart", Job(45, lambda tiny: run_command("quickstart", *(["--help"] if tiny else [])), "commands")),
+        _step("cogvideox-checkpoint", 35),
+        _step("wan14b-checkpoint", 75),
+        _step("ltx-compile", 55),
+        ("doctor", Job(15, lambda tiny: run_command("doctor"), "commands")),
+        ("run-ltx-grpo", Job(110, lambda tiny: whole_run("grpo", tiny=tiny), "runs")),
+        _step("hunyuan-keep-attention", 70),
+        _step("wan5b-checkpoint", 40),
         *(
-            _step(f"ltx-{option}", 25)
+            _step(f"ltx-{option}", 22)
             for option in ("none", "keep-attention", "offload", "swap", "no-autocast", "flash", "cudnn", "efficient")
         ),
-        *(_step(f"ltx-{option}", 25) for option in ("int8", "nf4", "fp8-storage", "window-33")),
+        *(_step(f"ltx-{option}", 22) for option in ("int8", "nf4", "fp8-storage", "window-33")),
         (
             "ltx-full-offload",
-            step_job(replace(CASES["ltx-full"], options=CASES["cogvideox-5b-full-offload"].options), 50),
+            step_job(replace(CASES["ltx-full"], options=CASES["cogvideox-5b-full-offload"].options), 40),
         ),
-        _step("hunyuan-offload", 80),
-        ("cogvideox-5b-full-8bit", step_job(CASES["cogvideox-5b-full-8bit"], 60)),
-        _step("hunyuan-nf4", 80),
-        _step("hunyuan-compile", 120),
+        _step("hunyuan-offload", 70),
+        ("cogvideox-5b-full-8bit", step_job(CASES["cogvideox-5b-full-8bit"], 50)),
+        _step("hunyuan-nf4", 70),
+        _step("hunyuan-compile", 100),
     ]
 )
 
@@ -266,28 +291,39 @@ def measure(name: str, *, tiny: bool) -> Result:
     try:
         return JOBS[name].measure(tiny)
     except Exception as error:
+        traceback.print_exc()
         lines = [line for line in str(error).splitlines() if line.strip()]
         is_memory = "out of memory" in str(error).lower()
         note = "out of memory" if is_memory else f"{type(error).__name__}: {lines[0] if lines else ''}"
         return {"note": f"failed: {note[:160]}"}
 
 
-def measure_alone(name: str, *, limit_s: float) -> Result | None:
-    """`measure` in a process of its own, or None if the time of this command ended it."""
+def measure_alone(name: str, *, limit_s: float, log: Path) -> Result | None:
+    """`measure` in a process of its own, or None if the time of this command ended it.
+
+    Args:
+        name: of the job.
+        limit_s: seconds left.
+        log: file to which what the job printed is added.
+    """
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "result.json"
         command = [sys.executable, __file__, "--job", name, "--results", str(out)]
         own_limit_s = 3 * JOBS[name].seconds
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=min(limit_s, own_limit_s)
-            )
-        except subprocess.TimeoutExpired:
-            return {"note": f"failed: took more than {own_limit_s} s"} if own_limit_s <= limit_s else None
-        if out.is_file():
-            return json.loads(out.read_text(encoding="utf-8"))[name]
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    return {"note": f"failed: {(lines or [f'exit code {done.returncode}'])[-1][:160]}"}
+        with log.open("a+", encoding="utf-8") as output:
+            print(f"==== {name}", file=output, flush=True)
+            start = output.tell()
+            try:
+                code = subprocess.run(
+                    command, stdout=output, stderr=output, check=False, timeout=min(limit_s, own_limit_s)
+                ).returncode
+            except subprocess.TimeoutExpired:
+                return {"note": f"failed: took more than {own_limit_s} s"} if own_limit_s <= limit_s else None
+            if out.is_file():
+                return json.loads(out.read_text(encoding="utf-8"))[name]
+            output.seek(start)
+            lines = [line for line in output.read().splitlines() if line.strip()]
+    return {"note": f"failed: {(lines or [f'exit code {code}'])[-1][:160]}"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -320,7 +356,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         print(f"{name} ...", file=sys.stderr, flush=True)
         begun = time.monotonic()
-        found = measure(name, tiny=True) if arguments.tiny else measure_alone(name, limit_s=left_s)
+        found = (
+            measure(name, tiny=True)
+            if arguments.tiny
+            else measure_alone(name, limit_s=left_s, log=path.with_suffix(".log"))
+        )
         if found is None:
             break
         results[name] = {**found, "machine": here, "took_s": time.monotonic() - begun}

@@ -11,6 +11,8 @@ from memory import NO_GPU
 Result = dict[str, Any]
 #: Operations of the profile on the page.
 _OPERATIONS = 12
+#: Lines at the end of a command's output.
+_LINES = 28
 
 
 def page(machine: Mapping[str, str], results: Mapping[str, tuple[Any, Result]]) -> str:
@@ -22,7 +24,7 @@ def page(machine: Mapping[str, str], results: Mapping[str, tuple[Any, Result]]) 
     """
     sections = {
         "Ceilings": _ceilings, "Training steps": _steps, "Whole runs": _runs, "Profile": _profile,
-        "Tests on the device": _tests, "Not measured": _notes,
+        "Commands": _commands, "Tests on the device": _tests, "Not measured": _notes,
     }  # fmt: skip
     versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name != "device")
     lines = [f"# Measured on {machine['device']}", "", f"`python benchmarks/gpu.py`; {versions}. Memory in GiB."]
@@ -91,13 +93,13 @@ def _steps(results: Mapping[str, tuple[Any, Result]]) -> Iterator[str]:
             name, ", ".join(options), found.get("size", ""), _number(found.get("planned")), _number(allocated),
             _number(reserved), _ratio(found.get("planned"), allocated), _ratio(reserved, allocated),
             _number(seconds, 3), _ratio(seconds, plain.get((job.case.network, found.get("size")))),
-            _number(found.get("mfu"), 3),
+            _number(found.get("mfu"), 3), _number(found.get("launch_us"), 1),
         ]  # fmt: skip
         rows.append(cells)
     yield from _table(
         (
             "case", "options", "size", "planned", "allocated", "reserved", "planned / allocated",
-            "reserved / allocated", "s/step", "relative", "MFU",
+            "reserved / allocated", "s/step", "relative", "MFU", "us/launch",
         ),
         rows,
     )  # fmt: skip
@@ -141,6 +143,13 @@ def _profile(results: Mapping[str, tuple[Any, Result]]) -> Iterator[str]:
         yield "The operations that take most time by themselves in the profiled steps:"
         yield ""
         yield from _table(names, [[operation[name] for name in names] for operation in operations[:_OPERATIONS]])
+
+
+def _commands(results: Mapping[str, tuple[Any, Result]]) -> Iterator[str]:
+    for _, found in _of_kind(results, "commands").values():
+        if "output" in found:
+            yield from (f"`finetrainers {found['command']}`, {found['seconds']:.0f} s:", "", "```text")
+            yield from (*found["output"].strip("\n").splitlines()[-_LINES:], "```", "")
 
 
 def _tests(results: Mapping[str, tuple[Any, Result]]) -> Iterator[str]:

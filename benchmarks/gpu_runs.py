@@ -25,9 +25,12 @@ from finetrainers.utils.phases import PHASES
 from finetrainers.utils.video import write_mp4
 
 Result = dict[str, Any]
-_STEPS = 6
-#: Steps of the profile; neither they nor the one before them, in which the profiler starts, are timed.
-_PROFILED = (5, 6)
+_STEPS = 13
+#: Steps of the profile, without the last one, which saves; neither they nor the one before them, in which the profiler
+#: starts, are timed.
+_PROFILED = (11, 12)
+#: The first step that is timed, since kernels are chosen in those before it.
+_FIRST_TIMED = 4
 #: Numbers that random weights repeat, since drawing billions takes minutes.
 _BLOCK = 2**22
 
@@ -128,7 +131,7 @@ def read_run(directory: Path) -> Result:
         [json.loads(line) for line in (directory / name).read_text(encoding="utf-8").splitlines()]
         for name in ("metrics.jsonl", "events.jsonl")
     )
-    timed = [record for record in records if 1 < record["step"] < _PROFILED[0] - 1 and "step_s" in record]
+    timed = [record for record in records if _FIRST_TIMED <= record["step"] < _PROFILED[0] - 1 and "step_s" in record]
     found: Result = {"phases": {}}
     for name in ("step_s", "mfu", "seconds/rollout", "seconds/decode", "seconds/reward"):
         values = [record[name] for record in timed if name in record]

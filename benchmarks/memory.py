@@ -5,8 +5,8 @@
     python benchmarks/memory.py --count            # counts on fake tensors too, a minute of CPU more
     python benchmarks/memory.py --tiny             # the same code on tiny networks, without a GPU
 
-Each case is a process of its own, which trains three steps on random latents. What it measured is written to a file
-(`--results`), from which a later command continues. No new case begins after `--minutes`. Without a GPU nothing is
+Each case is a process of its own, which trains three steps or more on random latents. What it measured is written to a
+file (`--results`), from which a later command continues. No new case begins after `--minutes`. Without a GPU nothing is
 measured, and the columns stay empty.
 """
 
@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -60,8 +61,9 @@ from finetrainers.training.watchdog import Watchdog  # noqa: E402
 from finetrainers.utils.logs import quiet_progress_bars  # noqa: E402
 from finetrainers.utils.process_state import free_memory  # noqa: E402
 
-#: The first step makes the optimizer's state; the others are timed.
-STEPS = 3
+#: Least and most steps of a case. Those after the second are timed, until they took enough seconds: the first makes the
+#: optimizer's state, and kernels are chosen in both.
+STEPS, MOST_STEPS, TIMED_S = 3, 20, 4.0
 NO_GPU = "no GPU"
 Result = dict[str, Any]
 
@@ -220,8 +222,9 @@ def _train(trainer: Trainer, batch: Batch, device: torch.device) -> Result:
     free_memory()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    seconds, flops = [], 0.0
-    for _ in range(STEPS):
+    seconds: list[float] = []
+    flops = 0.0
+    while len(seconds) < STEPS or (on_gpu and len(seconds) < MOST_STEPS and sum(seconds[2:]) < TIMED_S):
         started = time.perf_counter()
         record = trainer.train_step(Step([batch]))
         if on_gpu:
@@ -233,7 +236,7 @@ def _train(trainer: Trainer, batch: Batch, device: torch.device) -> Result:
         flops = record.get("flops", 0.0)
     unchanged = [n for n, p in watched.items() if torch.equal(p.detach().flatten()[:4096], before[n])]
     assert not unchanged, f"{len(unchanged)} of {len(watched)} matrices did not change, e.g. {unchanged[:3]}"
-    step_s, peak = sum(seconds[1:]) / len(seconds[1:]), peak_flops(device)
+    step_s, peak = median(seconds[2:]), peak_flops(device)
     if not on_gpu:
         return {"step_s": step_s}
     return {
@@ -241,8 +244,21 @@ def _train(trainer: Trainer, batch: Batch, device: torch.device) -> Result:
         "allocated": torch.cuda.max_memory_allocated(device) / GIB,
         "reserved": torch.cuda.max_memory_reserved(device) / GIB,
         "step_s": step_s,
+        "launch_us": launch_us(device),
         "mfu": flops / step_s / peak if flops and peak else None,
     }
+
+
+def launch_us(device: torch.device, launches: int = 2000) -> float:
+    """Microseconds that the host takes to launch a kernel: short steps take as long as their launches."""
+    tensor = torch.zeros(8, device=device)
+    for _ in range(2):  # the first time is not counted
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(launches):
+            tensor.add_(1)
+        torch.cuda.synchronize()
+    return 1e6 * (time.perf_counter() - started) / launches
 
 
 def _config(network: Network, repo: Path, size: tuple[int, int, int], options: Mapping[str, Any]) -> TrainConfig:

@@ -74,7 +74,8 @@ def test_outcomes_of_tests_are_lines_of_the_page(script: Any, rehearse: Any, mon
 
     def run(command: list[str], **_: Any) -> Any:
         commands.append(command)
-        return SimpleNamespace(stdout=out if len(commands) == 1 else "1 passed in 1.00s", stderr="")
+        failed = len(commands) == 1
+        return SimpleNamespace(stdout=out if failed else "1 passed in 1.00s", stderr="", returncode=int(failed))
 
     monkeypatch.setattr(script.subprocess, "run", run)
     full = script.Job(1, lambda _: script.run_tests(False), "tests")
@@ -122,7 +123,8 @@ def test_calls_go_on_where_the_last_one_ended(
     here = {"device": "Stand-in 80", "torch": "2.11.0", "CUDA": "13.0", "cuDNN": "91500"}
     names: list[str] = []
 
-    def measure_alone(name: str, *, limit_s: float) -> Any:
+    def measure_alone(name: str, *, limit_s: float, log: Path) -> Any:
+        assert log.parent == tmp_path
         assert limit_s >= script.JOBS[name].seconds
         names.append(name)
         if name == "ltx-flash":
@@ -163,6 +165,22 @@ def test_a_job_that_fails_or_hangs_leaves_a_note(script: Any, monkeypatch: pytes
     def hang(command: list[str], *, timeout: float, **_: Any) -> Any:
         raise script.subprocess.TimeoutExpired(command, timeout)
 
-    monkeypatch.setattr(script.subprocess, "run", hang)
-    assert "3 s" in script.measure_alone("ltx-nf4", limit_s=100)["note"]
-    assert script.measure_alone("ltx-nf4", limit_s=2) is None  # it is repeated by the next command
+    log = tmp_path / "results.log"
+    with monkeypatch.context() as patch:
+        patch.setattr(script.subprocess, "run", hang)
+        assert "3 s" in script.measure_alone("ltx-nf4", limit_s=100, log=log)["note"]
+        assert script.measure_alone("ltx-nf4", limit_s=2, log=log) is None  # it is repeated by the next command
+
+    def crash(command: list[str], *, stderr: Any, **_: Any) -> Any:
+        print("first\nSegmentation fault\n", file=stderr)
+        return SimpleNamespace(returncode=-11)
+
+    monkeypatch.setattr(script.subprocess, "run", crash)
+    assert script.measure_alone("ltx-nf4", limit_s=100, log=log)["note"] == "failed: Segmentation fault"
+    assert log.read_text().splitlines()[-3:-1] == ["first", "Segmentation fault"]
+
+
+def test_commands_are_parts_of_the_page(rehearse: Any) -> None:
+    _, page = rehearse(["doctor"])
+    assert "`finetrainers doctor`, " in page
+    assert "no problems" in page
