@@ -165,7 +165,7 @@ class ActivationPolicy:
         if self.stored == "none":
             return f"all activations fit, {planned}"
         host = f", {file_size(self.host)} of host memory" if self.host else ""
-        return f"the fastest that fits, {planned}{host}, {100 * self.slower:.0f} % slower than none"
+        return f"the fastest that fits, {planned}{host}, {self.slower:.0%} slower than none"
 
 
 #: Function that returns the bytes on the device and on the host with a setting for a number of blocks.

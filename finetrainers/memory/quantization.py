@@ -53,14 +53,15 @@ class QuantizedLinear(nn.Module):
     It has no attribute `weight`: code that would add to it (merging a LoRA) fails instead of adding to codes.
     """
 
-    def __init__(self, layer: nn.Linear, kind: Kind) -> None:
+    def __init__(self, layer: nn.Linear, kind: Kind, *, weight: Tensor | None = None) -> None:
         """Args:
-        layer: its weight is quantized on its device; the layer is not changed.
+        layer: the layer, which is not changed.
         kind: the format.
+        weight: the layer's weight, on the device that quantizes it; default: as it is in the layer.
         """
         super().__init__()
         self.in_features, self.out_features, self.kind = layer.in_features, layer.out_features, kind
-        codes, scale = quantize(layer.weight.detach(), kind)
+        codes, scale = quantize(layer.weight.detach() if weight is None else weight, kind)
         self.codes, self.scale = (nn.Parameter(tensor, requires_grad=False) for tensor in (codes, scale))
         self.bias = layer.bias
 
@@ -94,8 +95,8 @@ class QuantizedLinear(nn.Module):
 class QuantizedEncoderLinear(QuantizedLinear):
     """A layer of a text encoder that shows the dtype it takes: T5 reads that from the weights of its layers."""
 
-    def __init__(self, layer: nn.Linear, kind: Kind) -> None:
-        super().__init__(layer, kind)
+    def __init__(self, layer: nn.Linear, kind: Kind, *, weight: Tensor | None = None) -> None:
+        super().__init__(layer, kind, weight=weight)
         self._dtype = layer.weight.dtype
 
     @property
@@ -186,10 +187,13 @@ def quantize_frozen(
         The layers, with the error of each.
     """
     layers = []
-    for name, layer in quantizable_layers(transformer, skip=skip):
+    waiting = quantizable_layers(transformer, skip=skip)[::-1]
+    while waiting:
+        name, layer = waiting.pop()  # the last reference to its weight
         home = layer.weight.device
-        layer.weight.data = layer.weight.data.to(device or home)
-        quantized, weight, error = layer_class(layer, kind), layer.weight.detach(), math.nan
+        # A copy: what stays in the layer would stay on the device, and a tied weight belongs to other layers as well.
+        weight = layer.weight.detach().to(device or home)
+        quantized, error = layer_class(layer, kind, weight=weight), math.nan
         if not weight.is_meta:
             rounding = quantized.dequantized(torch.float32).sub_(weight)
             error = (rounding.norm() / weight.float().norm().clamp(min=1e-30)).item()

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
@@ -175,6 +176,9 @@ class Sampler:
             load_ema_weights(weights.averages, network)
         if weights.kind != "full":
             store_frozen_weights(network, self.config, self.spec, dtype=dtype, device=self._storing_device)
+        if self.parallel.uses_autocast and self.parallel.accelerator.native_amp:
+            # As accelerate wraps the trained network: some pipelines compute in the dtype of its outputs.
+            network.forward = convert_outputs_to_fp32(network.forward)
         return network.eval().requires_grad_(False)
 
 

@@ -64,7 +64,7 @@ def test_a_step_that_runs_out_of_memory_is_retried_in_halves(
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     with monkeypatch.context() as patch:
         sizes = hungry(patch, limit)
-        run = start(device, **fp32(), dry_batches="off", train_steps=2)
+        run = start(device, **fp32(), dry_batches="off", train_steps=2, fit_gpu=False)
     assert sizes == [2, 1, 1, 1, 1]
     [event] = [e for e in run.events if e["event"] == "out_of_memory"]
     assert (event["samples"], event["now"]) == (2, 1)

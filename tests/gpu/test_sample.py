@@ -19,7 +19,8 @@ from finetrainers.training.callbacks import validation
 from finetrainers.utils.video import read_mp4
 
 
-@pytest.mark.parametrize(("device", "family"), cases(*FAMILIES))
+#: HunyuanVideo's pipeline computes in the dtype of the network's outputs.
+@pytest.mark.parametrize(("device", "family"), cases(*sorted(FAMILIES, key=lambda name: name != "hunyuan_video")))
 def test_samples_are_those_of_validation(
     device: str, family: str, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -28,7 +29,7 @@ def test_samples_are_those_of_validation(
     monkeypatch.setattr(validation, "write_sample", lambda *a, **k: written.append(a[2]) or write(*a, **k))
     done = start(
         device, family, train_steps=1, validation_prompts="a red ball@@@9x64x64", validation_inference_steps=2,
-        enable_model_cpu_offload=False, **(fp32(family) if device == "cpu" else {}),
+        enable_model_cpu_offload=False, mixed_precision="bf16",
     )  # fmt: skip
     drawn: list[np.ndarray] = []
     monkeypatch.setattr(run, "write_mp4", lambda path, clip, **_: drawn.append(clip) or path.write_bytes(b"x"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,24 @@ def test_scales_save_the_small_weights_that_a_plain_cast_loses(std: float) -> No
     assert error("fp8") == pytest.approx(0.0265, rel=0.05)
     assert error("nf4") == pytest.approx(0.092, rel=0.05)
     assert plain == pytest.approx({0.02: 0.033, 0.002: 0.28}[std], rel=0.05)
+
+
+def test_no_weight_outlives_its_codes() -> None:
+    """So that a device holds one weight at a time in 16 bits. A weight that other layers share stays theirs."""
+    network = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).requires_grad_(False)
+    network.tied = nn.Embedding(8, 8).requires_grad_(False)
+    network.tied.weight = network[3].weight
+    alive, layers = [], [weakref.ref(layer) for layer in network[:4]]
+
+    class Watched(QuantizedLinear):
+        def __init__(self, layer: nn.Linear, kind: Any, **rest: Any) -> None:
+            alive.append(sum(ref() is not None for ref in layers))
+            super().__init__(layer, kind, **rest)
+
+    expected = network.tied.weight.clone()
+    quantize_frozen(network, "int8", skip=(), layer_class=Watched)
+    assert alive == [4, 3, 2, 1]
+    assert network.tied.weight.equal(expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
