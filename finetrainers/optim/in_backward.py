@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from finetrainers.utils.process_state import call_weakly
 
 #: Bytes of gradients that are stepped together: enough that the optimizer's own overhead is small.
 _AT_ONCE = 32 * 2**20
@@ -37,7 +41,7 @@ class StepInBackward:
         [group] = optimizer.param_groups
         self._positions = {id(weight): position for position, weight in enumerate(group["params"])}
         for weight in group["params"]:
-            weight.register_post_accumulate_grad_hook(self._handle_gradient)
+            weight.register_post_accumulate_grad_hook(partial(call_weakly, WeakMethod(self._handle_gradient)))
         optimizer.step = self._finish  # type: ignore[method-assign, assignment]
         optimizer.zero_grad = self._drop  # type: ignore[method-assign]
         optimizer.in_backward = self  # type: ignore[attr-defined]

@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _take_tensors, _unflatten_dense_tensors
+
+from finetrainers.utils.process_state import call_weakly
 
 #: Bytes averaged at once: enough to use the network well, and little memory.
 _BUCKET_BYTES = 25 << 20
@@ -42,10 +45,10 @@ class GradientExchange:
         self._is_last = False
         if not overlaps:
             return
-        for bucket in self._buckets:
+        for index, bucket in enumerate(self._buckets):
             bucket.reserve()
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
+                parameter.register_post_accumulate_grad_hook(partial(call_weakly, WeakMethod(self._arrived), index))
 
     def begin(self) -> None:
         """Begin an attempt at a step; averages of an earlier one are dropped."""
@@ -76,10 +79,11 @@ class GradientExchange:
             if not self.overlaps:
                 bucket.flat = None
 
-    def _arrived(self, bucket: _Bucket, parameter: Tensor) -> None:
-        """Send the buckets that a newly accumulated gradient completes."""
+    def _arrived(self, index: int, parameter: Tensor) -> None:
+        """Send the buckets that a newly accumulated gradient of the bucket at `index` completes."""
         if not self._is_last:
             return
+        bucket = self._buckets[index]
         assert bucket.work is None, "backward has changed a gradient that was complete"
         bucket.awaited.discard(id(parameter))
         complete = self._sent

@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakMethod
 
 from .device import likely_device_type
 from .launch import launched_processes, launched_rank
@@ -264,3 +265,13 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
     elif torch.xpu.is_available():
         torch.xpu.empty_cache()
+
+
+def call_weakly(method: WeakMethod[Any], *arguments: Any) -> None:
+    """Call a method unless its object is gone.
+
+    As a hook of a weight, for an object that refers to this weight: PyTorch holds hooks where Python's garbage
+    collector does not see them, so that a strong reference would keep the object and the weight for good.
+    """
+    if (call := method()) is not None:
+        call(*arguments)

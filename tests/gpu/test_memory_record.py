@@ -47,9 +47,10 @@ def test_fused_steps_in_backward_are_those_after_it() -> None:
             network(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return [p.detach().clone() for p in network.parameters()], torch.cuda.max_memory_allocated()
+        peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        return [p.detach().clone() for p in network.parameters()], peak
 
     plain, most = train(False)
     early, less = train(True)
     assert all(a.equal(b) for a, b in zip(early, plain, strict=True))
-    assert less < most
+    assert less < 0.6 * most

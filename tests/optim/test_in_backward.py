@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -53,6 +55,14 @@ def test_the_same_weights_state_and_norms(name: str, at_once: int) -> None:
     for place, state in theirs["state"].items():
         assert all(torch.as_tensor(ours["state"][place][key]).equal(torch.as_tensor(state[key])) for key in state)
     assert torch.stack(found).allclose(torch.stack(norms), rtol=1e-6)  # type: ignore[arg-type]
+
+
+def test_the_network_is_freed_after_training() -> None:
+    network, optimizer, _ = trained("adamw", early=True)
+    weights = [weakref.ref(weight) for weight in network.parameters()]
+    del network, optimizer
+    gc.collect()
+    assert [weight() for weight in weights] == [None] * len(weights)
 
 
 def test_gradients_do_not_add_up_in_memory() -> None:

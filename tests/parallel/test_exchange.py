@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +76,13 @@ def test_a_gradient_that_changes_after_it_was_sent_is_an_error(monkeypatch: pyte
         loss.backward(retain_graph=True)
         with pytest.raises(AssertionError, match=r"backward .*gradient .*complete"):
             loss.backward()
+
+
+def test_a_network_is_freed_with_its_exchange() -> None:
+    network = nn.Linear(4, 4)
+    exchange = GradientExchange([*network.parameters()], overlaps=True)
+    weight = weakref.ref(network.weight)
+    network(torch.ones(1, 4)).sum().backward()
+    del network, exchange
+    gc.collect()
+    assert weight() is None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
+from finetrainers.plan.start_report import print_line
 from finetrainers.utils.failures import is_out_of_memory
 
 from .base import Callback
@@ -83,6 +84,8 @@ class StepProfile(Callback):
         if profiler is None and not records_memory:
             return
         directory, name = state.run_dir.root / "profile", f"steps-{self._first}-{self._last}-rank-{state.parallel.rank}"
+        if state.parallel.rank == 0:
+            print_line(f"writing the profile to {directory}, which can take half a minute")
         try:
             directory.mkdir(exist_ok=True)
             if records_memory:
