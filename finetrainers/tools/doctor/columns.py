@@ -129,7 +129,7 @@ def _limit(name: str, format_limit: Callable[[int], str]) -> _Text:
 
 
 def _ports(facts: Facts) -> str:
-    return f"{facts['ib_active']} of {facts['ib_ports']} up" if facts.get("ib_ports") and "ib_active" in facts else ""
+    return f"{facts['ib_active']} of {facts['ib_ports']} up" if facts.get("ib_ports") else ""
 
 
 def _gpus(facts: Facts) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.utils.reading import fits, fitting, parse_json, read_text
+from finetrainers.utils.reading import parse_json, read_text
 from finetrainers.utils.text import printable, quoted, shortened
 
 from ..sync import login_problem
@@ -38,25 +38,6 @@ _END_S = 10.0
 _SLOTS = re.compile(r"[0-9]{1,5}")
 _SSH_FAILED = 255
 _NO_COMMAND = (126, 127)
-_NUMBERS = (
-    "disk_write", "disk_read", "disk_free", "shm", "memory", "memlock", "open_files", "ib_ports", "ib_active",
-    "torch_gpus",
-)  # fmt: skip
-
-
-def _is_gpu(value: Any) -> bool:
-    """Return whether a value is a GPU as of `gpu_facts`: a name, an index, and numbers that may be unknown."""
-    if not fits(value, dict) or not fits(value.get("name"), str) or not fits(value.get("index"), float):
-        return False
-    return all(
-        number is None or fits(number, float) for name, number in value.items() if name not in ("name", "driver")
-    )
-
-
-#: Types of facts; those of other types are left out, since other machines may run other versions.
-_KINDS = {
-    **dict.fromkeys(_NUMBERS, float), "disk_path": str, "gpus": [_is_gpu], "ports": {str: {str: (float, bool)}},
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -212,19 +193,13 @@ async def _converse(node: Node, process: asyncio.subprocess.Process, question: s
     facts = _make_printable(parse_json(await _request(process, question)))
     if not isinstance(facts, dict):
         raise ValueError("the facts are not a JSON object")
-    facts = fitting(facts, _KINDS)
     return replace(node, facts=facts, clock_skew_s=skew, round_trip_s=round_trip)
 
 
 def _make_printable(value: Any) -> Any:
-    """Return JSON whose strings cannot control the terminal that displays them: they come from another machine.
-
-    NaN and infinity, which are not JSON, become null.
-    """
+    """Return JSON whose strings cannot control the terminal that displays them: they come from another machine."""
     if isinstance(value, str):
         return printable(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
     if isinstance(value, dict):
         return {printable(name): _make_printable(inner) for name, inner in value.items()}
     return [_make_printable(inner) for inner in value] if isinstance(value, list) else value
