@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_family import FAMILIES
 from peft import LoraConfig, get_peft_model_state_dict
 from refusals import refused_command
 from safetensors import safe_open
@@ -29,7 +30,6 @@ from finetrainers.sampling.weights import find_target
 from finetrainers.utils.files import unfinished_path
 
 LORA = "pytorch_lora_weights.safetensors"
-FAMILIES = ("ltx_video", "hunyuan_video", "cogvideox", "wan")
 
 
 @pytest.fixture
