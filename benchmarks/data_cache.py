@@ -51,7 +51,7 @@ keys = [sha256(str(k).encode()).hexdigest() for k in range(count)]
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 before, started = resident(), time.perf_counter()
-cache = TensorCache(directory / "tensors")
+cache = TensorCache(directory / "tensors", verified_bytes=0)
 if what == "index":
     assert cache.missing(keys) == []
 elif what == "headers":

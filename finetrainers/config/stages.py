@@ -88,39 +88,49 @@ def read_stages(path: Path, flags: RawOptions) -> list[Stage]:
     find_inputs(shared, path.parent)
     stages: list[Stage] = []
     for number, table in enumerate(tables):
-        locate = _locate(path, lines.get(number, ""), "stage")
+        locate = _locate(path, lines.get(number, (0, "")), "stage")
         stages.append(
             _read_stage(table, copy.deepcopy(shared), copy.deepcopy(flags), locate, path.parent, before=stages)
         )
     return _with_merged(stages)
 
 
-def _stage_lines(text: str) -> dict[int | None, str]:
-    """Return the lines of each stage by its number, and under None those of all stages; every other line is empty."""
-    lines, number, place = text.splitlines(), -1, None
-    places: list[int | None] = []
-    for line in lines:
+def _stage_lines(text: str) -> dict[int | None, tuple[int, str]]:
+    """Return the lines of each stage by its number, and under None those that all share.
+
+    Lines of others are empty, and those before a stage are left out and counted: a file may have many stages.
+    """
+    lines: dict[int | None, list[str]] = {None: []}
+    starts: dict[int | None, int] = {None: 0}
+    number, place = -1, None
+    for index, line in enumerate(text.splitlines()):
         header = _HEADER.match(line)
         if header is not None:
             is_stage = header[2] == "stage"
             number += is_stage and header[1] == "[[" and "." not in header[0]
             place = number if is_stage else None
-        places.append(place)
-    return {
-        stage: "\n".join(line if owner == stage else "" for line, owner in zip(lines, places, strict=True))
-        for stage in {*places, None}
-    }
+        start, owned = starts.setdefault(place, index), lines.setdefault(place, [])
+        owned += [""] * (index - start - len(owned))
+        owned.append(line)
+    return {stage: (starts[stage], "\n".join(owned)) for stage, owned in lines.items()}
 
 
-def _locate(path: Path, text: str, above: str) -> Locate:
-    """Return a function that locates an option in a part of the file, whose tables are below another table."""
+def _locate(path: Path, lines: tuple[int, str], above: str) -> Locate:
+    """Return a function that locates an option in a part of the file, whose tables are below another table.
+
+    Args:
+        path: the file.
+        lines: how many lines come before the part, and its text.
+        above: the table, or empty.
+    """
+    start, text = lines
 
     def locate(table: str | None, name: str | None) -> str:
         headed = ".".join(part for part in (above, table) if part)
         line = find_line(text, name, headed if table else above or None)
         if line == 1 and name is not None:  # `data.max_items = 8`, without a header
             line = find_line(text, name, table)
-        return f"{path}:{line}"
+        return f"{path}:{start + line}"
 
     return locate
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.models.files.files import source_option
 from finetrainers.utils.device import meta_device
 from finetrainers.utils.reading import parse_json
 
@@ -27,6 +29,9 @@ def text_working_bytes(spec: ModelSpec, part: str, *, batch: int) -> float:
         spec: of the model.
         part: the text encoder; for other parts, and if its config is not on this disk, 0 is returned.
         batch: prompts that are encoded at once.
+
+    Raises:
+        ConfigError: the encoder cannot run with the values of its config.
     """
     settings, cls = spec.configs.get(part), spec.parts[part]
     if settings is None or not issubclass(cls, torch.nn.Module):
@@ -39,7 +44,11 @@ def text_working_bytes(spec: ModelSpec, part: str, *, batch: int) -> float:
     if not tokens:
         return 0.0
     dtype = torch.float32 if getattr(spec.config, f"{part}_dtype", "bf16") == "fp32" else torch.bfloat16
-    return _count(cls, json.dumps(settings, sort_keys=True), tokens, keeps_layers, batch, dtype)
+    try:
+        return _count(cls, json.dumps(settings, sort_keys=True), tokens, keeps_layers, batch, dtype)
+    except Exception as error:  # of any class, which depends on the value
+        message = f"a {cls.__name__} cannot run with the config of the {part}: {type(error).__name__}: {error}"
+        raise ConfigError([Problem(source_option(spec.config, part), message)]) from error
 
 
 @lru_cache(maxsize=64)

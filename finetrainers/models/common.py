@@ -23,11 +23,20 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.sections import ModelSection
 from finetrainers.utils.device import meta_device
 from finetrainers.utils.failures import InputError, Kind
+from finetrainers.utils.text import shortened
 
 from .batch import ModelComponents
 from .cpu_convolutions import compute_in_fp32_on_cpu
 from .files import hub
-from .files.files import file_problems, frozen_dtype, part_sources, replacement_source, single_file, source_option
+from .files.files import (
+    file_problems,
+    frozen_dtype,
+    is_hub_id,
+    part_sources,
+    replacement_source,
+    single_file,
+    source_option,
+)
 from .files.hub_help import hub_help
 from .files.single_file import load_single_file
 from .files.weights import check_loaded
@@ -73,6 +82,9 @@ def load_part(
     first, within, base_revision = sources[0]
     if Path(first).is_dir() and not Path(first, within).is_dir():
         raise ConfigError(file_problems(config, [part]))
+    if not Path(first).exists() and not is_hub_id(first):
+        message = f"directory not found: {shortened(first, 300)}; use a directory in diffusers layout, or a Hub id"
+        raise ConfigError([Problem(source_option(config, part), message, "not_found")])
     errors: list[Exception] = []
     for root, subfolder, revision in sources:
         where = {n: value for n, value in (("subfolder", subfolder), ("revision", revision)) if value}

@@ -34,7 +34,7 @@ from finetrainers.methods.spec import MethodSpec, TrainingSet
 from finetrainers.models.files.lora_names import format_problem
 from finetrainers.models.registry import Family, get_family, with_family
 from finetrainers.optim.rules import optimizer_problems
-from finetrainers.rundir.find import CheckpointInfo, find_checkpoint, scan_checkpoints
+from finetrainers.rundir.find import CheckpointInfo, find_checkpoint, read_state, scan_checkpoints
 from finetrainers.utils import faults
 from finetrainers.utils.fetch import is_url, start_fetching
 from finetrainers.utils.files import folder_problem
@@ -307,7 +307,9 @@ def _find_weights(
     with collecting_problems(findings.errors, "--resume_from_checkpoint"):
         requested, is_single = config.training.resume_from_checkpoint, launched_processes() == 1
         checkpoint = find_checkpoint(requested, config.run.output_dir, contents=is_single, known_damage=damaged)
-        config = config if checkpoint is None else take_from_run(config, checkpoint)
+        if checkpoint is not None:
+            read_state(checkpoint)  # all types, or initial_weights reports them as those of --init_from
+            config = take_from_run(config, checkpoint)
     if not findings.errors:
         with collecting_problems(findings.errors, "--init_from"):
             initial = initial_weights(config, checkpoint)

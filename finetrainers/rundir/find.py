@@ -192,5 +192,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         expect(state.get(name), kind, f"{checkpoint}: {name} of its state")
     expect(state["guards"].get("data_ahead"), int, f"{checkpoint}: data_ahead of its state")
     if state.setdefault("initial", None) is not None:
-        expect(state["initial"], dict, f"{checkpoint}: initial of its state")
+        initial = expect(state["initial"], dict, f"{checkpoint}: initial of its state")
+        for name in ("given", "kind"):
+            expect(initial.get(name), str, f"{checkpoint}: initial.{name} of its state")
     return state

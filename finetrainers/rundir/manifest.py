@@ -82,8 +82,9 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
         manifest = parse_json_object(content, "content")
         for name, entry in manifest["files"].items():
             int(entry["size"]), str(entry["sha256"])
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise ValueError(f"{name!r} is outside of the checkpoint")
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or not path.parts:
+                raise ValueError(f"{name!r} is not a file in the checkpoint")
         _check_checksum(manifest, content)
         for name, kind in _INFORMATIVE.items():  # of manifests without a checksum
             if name in manifest and not isinstance(manifest[name], kind):

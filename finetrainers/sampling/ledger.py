@@ -9,7 +9,7 @@ from typing import Any
 
 from finetrainers.training.sampling import sample_seed
 from finetrainers.utils.files import append_jsonl
-from finetrainers.utils.reading import read_jsonl
+from finetrainers.utils.reading import fitting, read_jsonl
 
 from .plan import Sample, SamplePlan
 
@@ -24,6 +24,11 @@ class SampleIndex:
         self._file = folder / (f"{_NAME}.jsonl" if rank == 0 else f"{_NAME}.rank-{rank}.jsonl")
         self._names: dict[str, str] = {}  # key of the clip that has a name
         self._files: dict[str, str] = {}  # name of the clip that has a key
+        # Names of files that a process has begun: if it was killed before their line, they are written again.
+        self._begun = folder / f".{self._file.name}"
+        for path in sorted(folder.glob(f".{_NAME}*.jsonl")):
+            begun = [fitting(record, {"key": str, "file": str}) for record in read_jsonl(path)[0]]
+            self._names |= {record["file"]: record["key"] for record in begun if len(record) == 2}
         for path in sorted(folder.glob(f"{_NAME}*.jsonl")):
             for record in read_jsonl(path)[0]:
                 if isinstance(record.get("key"), str) and isinstance(record.get("file"), str):
@@ -55,6 +60,10 @@ class SampleIndex:
             self._names[name] = sample.key
             names_by_key[sample.key] = name
         return names_by_key
+
+    def begin(self, sample: Sample, name: str) -> None:
+        """Record that the file of this name is that of a clip, before it is written."""
+        append_jsonl(self._begun, {"key": sample.key, "file": name})
 
     def add(self, sample: Sample, name: str, *, seconds: float) -> None:
         """Record a clip whose file is written."""

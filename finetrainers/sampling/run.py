@@ -221,6 +221,7 @@ class _Drawing:
             return
         comment = f"{plan.prompts[sample.prompt].prompt}\n{sample.variant.name}, seed {sample.seed}"
         try:
+            self.ledger.begin(sample, name)
             write_mp4(plan.output_dir / name, clip, fps=plan.frame_rate, comment=comment)
         except OSError:
             raise

@@ -24,7 +24,11 @@ from .text import quoted
 
 _CHUNK = 1 << 20
 _DAY_S = 86400.0
-_UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<group>[0-9a-f]{6})-(?P<pid>[0-9]{1,9})\.(?P<kind>tmp|replaced)(\.\w+)?")
+#: Names of earlier versions have no group, some end in `unfinished`, and those of encoded prompts have no number.
+_UNFINISHED = re.compile(
+    r"\.(?P<name>.+)\.((?P<group>[0-9a-f]{6})-)?(?P<pid>[0-9]{1,9})\.(?P<kind>tmp|replaced|unfinished)(\.\w+)?"
+    r"|\..+\.pt\.unfinished"
+)
 _readable = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 
 
@@ -36,15 +40,15 @@ def unfinished_path(path: Path, kind: str = "tmp") -> Path:
 def sweep_unfinished(folder: Path) -> None:
     """Remove what killed processes have left at paths of `unfinished_path` in a folder, and restore what was replaced.
 
-    Processes of other machines cannot be asked for: what they left must be older than a day.
+    Processes of other machines cannot be asked for: what they left must be older than a day, and so must names of
+    earlier versions.
     """
-    paths = sorted(folder.glob(".*-*.*")) if folder.is_dir() else []
-    for path, match in ((path, _UNFINISHED.fullmatch(path.name)) for path in paths):
+    for path in sorted(folder.glob(".*.*")) if folder.is_dir() else []:
+        match = _UNFINISHED.fullmatch(path.name)
         with contextlib.suppress(OSError):  # another process sweeps too, or the folder is read-only
-            if match is None or _is_written(path.lstat().st_mtime, match["group"], int(match["pid"])):
+            if match is None or _is_written(path.lstat().st_mtime, match["group"], int(match["pid"] or 0)):
                 continue
-            final = folder / match["name"]
-            if match["kind"] == "replaced" and not final.exists():
+            if match["kind"] == "replaced" and not (final := folder / match["name"]).exists():
                 path.rename(final)
             elif path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -52,7 +56,7 @@ def sweep_unfinished(folder: Path) -> None:
                 path.unlink()
 
 
-def _is_written(modified: float, group: str, pid: int) -> bool:
+def _is_written(modified: float, group: str | None, pid: int) -> bool:
     if group != _process_group():
         return time.time() - modified < _DAY_S
     import psutil  # commands that write nothing start without it

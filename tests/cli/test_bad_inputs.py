@@ -186,7 +186,8 @@ CONFIGS: list[tuple[str, str, object]] = [
     ("transformer/config.json", "patch_size_t", None), ("transformer/config.json", "attention_head_dim", None),
     ("vae/config.json", "temporal_compression_ratio", [1]),
     ("vae/config.json", "block_out_channels", []),
-    ("text_encoder/config.json", "d_kv", "x"), ("scheduler/scheduler_config.json", "num_train_timesteps", 0),
+    ("text_encoder/config.json", "d_kv", "x"), ("text_encoder/config.json", "relative_attention_max_distance", -1),
+    ("scheduler/scheduler_config.json", "num_train_timesteps", 0),
     ("scheduler/scheduler_config.json", "_class_name", [1]),
 ]  # fmt: skip
 

@@ -58,12 +58,17 @@ def test_manifests_with_wrong_values(odd: Path) -> None:
     assert refused_command([*resume, "--train_steps", 7, "--dry_run"]) == (0, [])
     state = json.loads((checkpoint / "state.json").read_text())
     course = state["course"]
-    for name, value in {"guards": [1], "step": "x", "course": {**course, "stretches": [0.5]}, "critical": None}.items():
+    values = [
+        ("guards", [1]), ("step", "x"), ("course", {**course, "stretches": [0.5]}), ("critical", None),
+        ("course", {**course, "stretches": []}), ("initial", {"kind": "full"}), ("initial", [1]),
+    ]  # fmt: skip
+    for name, value in values:
         (checkpoint / "state.json").write_text(json.dumps({**state, name: value}))
         (checkpoint / MANIFEST).unlink()
         write_manifest(checkpoint, facts=facts)
         code, problems = refused_command([*resume, "--train_steps", 7, "--dry_run"])
-        assert (code, [kind for _, kind in problems]) == (2, ["unreadable" if name == "course" else "invalid"]), name
+        kind = "unreadable" if name == "course" else "invalid"
+        assert (code, problems) == (2, [("--resume_from_checkpoint", kind)]), name
     (checkpoint / "state.json").write_text(json.dumps(state))
     (checkpoint / MANIFEST).unlink()
     write_manifest(checkpoint, facts=facts)

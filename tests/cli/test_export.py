@@ -101,6 +101,8 @@ def test_all_formats_of_a_run(
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
     again = type(network).from_pretrained(root / "export" / "merged", subfolder="transformer")
     assert again.config.num_layers == network.config.num_layers
+    elsewhere = ["--pretrained_model_name_or_path", root / "none", "--output_dir", root / "other"]
+    assert refused_command(["export", root, "--format", "merged", *elsewhere]) == (2, [(elsewhere[0], "not_found")])
 
 
 def test_two_experts_are_exported_as_a_pair(

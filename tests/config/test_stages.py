@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from pathlib import Path
 
 import jsonschema
@@ -11,7 +12,7 @@ from refusals import refused_options
 
 from finetrainers.config.document import json_schema
 from finetrainers.config.given import RawOptions
-from finetrainers.config.stages import Init, Stage, read_stages
+from finetrainers.config.stages import Init, Stage, _stage_lines, read_stages
 from finetrainers.utils.failures import Kind
 
 if sys.version_info >= (3, 11):
@@ -205,6 +206,17 @@ def test_refused(tmp_path: Path, old: str, new: str, line: int, kind: str, value
     problem = next(problem for stage in stages for problem in stage.problems)
     assert (problem.where, problem.kind) == (f"{tmp_path}/stages.toml:{line}", kind)
     assert value in problem.message
+
+
+def test_lines_of_many_stages(tmp_path: Path) -> None:
+    """Each stage has its own lines alone, whatever lies between them."""
+    text = "a = 1\n" + "".join(f"[[stage]]\nb = {number}\n[x]\n[stage.data]\nc = 1\n" for number in range(2000))
+    tracemalloc.start()
+    lines = _stage_lines(text)
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
+    assert lines[1999] == (1 + 1999 * 5, "[[stage]]\nb = 1999\n\n[stage.data]\nc = 1")
+    assert lines[None][1].startswith("a = 1\n\n\n[x]\n")
 
 
 def test_a_link_to_the_directory_of_another_stage_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import threading
@@ -85,8 +86,8 @@ def test_damage_is_detected_logged_and_removed(tmp_path: Path, caplog: pytest.Lo
     data[-7] ^= 4
     broken = {"cut": bytes(data[:-50]), "empty": b"", "flipped": bytes(data), "text": b"hello"}[damage]
     path.write_bytes(broken)
-    reader = TensorCache(tmp_path)
-    assert not reader.missing([name(1)])  # the index says so: nothing is opened at a start
+    reader = TensorCache(tmp_path, verified_bytes=0)
+    assert not reader.missing([name(1)])  # the index says so
     with caplog.at_level(logging.WARNING):
         assert reader.get(name(1)) is None
     assert f" {path}: " in caplog.text
@@ -95,11 +96,19 @@ def test_damage_is_detected_logged_and_removed(tmp_path: Path, caplog: pytest.Lo
     assert TensorCache(tmp_path).missing([name(1)])  # and others are told
 
     path.write_bytes(broken)  # doubted once, so what a later start believes is the file, not the index
-    assert bool(TensorCache(tmp_path).missing([name(1)])) == (
-        damage != "flipped"
-    )  # of which a header is all that is read
+    headers_only = TensorCache(tmp_path, verified_bytes=0)
+    assert bool(headers_only.missing([name(1)])) == (damage != "flipped")
     TensorCache(tmp_path).put(name(1), {"x": torch.ones(1)})
     assert not TensorCache(tmp_path).missing([name(1)])
+    path.write_bytes(broken)
+    TensorCache(tmp_path).put(name(2), {"x": torch.ones(100)})
+    TensorCache(tmp_path).put(name(3), {"x": torch.tensor(math.inf)})
+    caplog.clear()
+    start = TensorCache(tmp_path, verified_bytes=1)  # reads until the limit: the third is not
+    assert start.missing([name(1), name(2), name(3)]) == [name(1)]
+    assert str(path) in caplog.text
+    assert not path.exists()
+    assert TensorCache(tmp_path).missing([name(3)]) == [name(3)]
 
 
 def test_a_start_opens_no_entry_that_the_index_knows(tmp_path: Path, calls: Counter[str]) -> None:
@@ -108,25 +117,25 @@ def test_a_start_opens_no_entry_that_the_index_knows(tmp_path: Path, calls: Coun
         writers[number % 2].put(name(number), {"x": torch.tensor(number)})
     calls.clear()
     wanted = [name(number) for number in range(60)]
-    assert TensorCache(tmp_path).missing(wanted) == []
+    assert TensorCache(tmp_path, verified_bytes=0).missing(wanted) == []
     assert calls == {"scandir": 1}  # the index's folder
 
     # A killed writer's last entry: on disk, and not in the index. It is found, once.
     writers[0]._index.add = lambda lines: None  # type: ignore[method-assign]
     writers[0].put(name(60), {"x": torch.tensor(60)})
     calls.clear()
-    assert TensorCache(tmp_path).missing([*wanted, name(60), name(61), name(61)]) == [name(61)]
+    assert TensorCache(tmp_path, verified_bytes=0).missing([*wanted, name(60), name(61), name(61)]) == [name(61)]
     assert calls == {"scandir": 3 if name(60)[:2] != name(61)[:2] else 2, "open_tensors": 1}
     calls.clear()
-    assert TensorCache(tmp_path).missing([*wanted, name(60)]) == []
+    assert TensorCache(tmp_path, verified_bytes=0).missing([*wanted, name(60)]) == []
     assert calls == {"scandir": 1}
 
     # An entry that somebody removed is found out when it is read, and from then on.
     TensorCache(tmp_path).path(name(3)).unlink()
-    late = TensorCache(tmp_path)
+    late = TensorCache(tmp_path, verified_bytes=0)
     assert late.missing(wanted) == []
     assert pickle.loads(pickle.dumps(late)).get(name(3)) is None
-    assert TensorCache(tmp_path).missing(wanted) == [name(3)]
+    assert TensorCache(tmp_path, verified_bytes=0).missing(wanted) == [name(3)]
 
 
 def test_lines_of_killed_and_full_writers_cost_nothing_but_themselves(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from published_networks import NETWORKS, published_model
+from refusals import refused_options
 
 from finetrainers.config.sections import ModelSection
 from finetrainers.memory.count_text import count_encoder, text_working_bytes
@@ -37,3 +38,12 @@ def test_all_layers_take_what_a_few_tell(
     assert text_working_bytes(spec, part, batch=2) == pytest.approx(whole, rel=0.01)
     assert text_working_bytes(spec, part, batch=8) == pytest.approx(4 * whole, rel=0.1)
     assert text_working_bytes(spec, "tokenizer", batch=8) == 0
+
+
+def test_an_encoder_that_cannot_run_is_a_problem_of_its_option(tiny_repo: Callable[..., Path]) -> None:
+    repo = tiny_repo("hunyuan_video")
+    section = ModelSection(model_name="hunyuan_video", pretrained_model_name_or_path=str(repo))
+    spec = get_family("hunyuan_video").load(section)
+    spec.configs["text_encoder_2"] = {**spec.configs["text_encoder_2"], "eos_token_id": None}
+    with refused_options(("--pretrained_model_name_or_path", "invalid")):
+        text_working_bytes(spec, "text_encoder_2", batch=1)

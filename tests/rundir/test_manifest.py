@@ -113,6 +113,7 @@ def test_a_manifest_without_its_own_checksum_is_read(checkpoint: Path) -> None:
         ({}, "state.json"),
         ({"state.json": {"size": 2, "sha256": "x"}, "../a": {"size": 1, "sha256": "x"}}, "'../a'"),
         ({"state.json": {"size": 2, "sha256": "x"}, "/etc/a": {"size": 1, "sha256": "x"}}, "'/etc/a'"),
+        ({"state.json": {"size": 2, "sha256": "x"}, ".": {"size": 1, "sha256": "x"}}, "'.'"),
     ],
 )
 def test_a_manifest_that_vouches_for_nothing_is_damage(checkpoint: Path, files: dict, name: str) -> None:

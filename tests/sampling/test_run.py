@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import av
 import numpy as np
@@ -21,6 +22,7 @@ import pytest
 from PIL import Image
 
 from finetrainers.models.ltx_video import LTXVideoSpec
+from finetrainers.sampling.ledger import SampleIndex
 from finetrainers.sampling.weights import find_target
 from finetrainers.training.callbacks import validation
 
@@ -108,8 +110,9 @@ def test_a_run_is_sampled_as_it_was_validated(
 
 
 def test_what_is_there_is_not_drawn_again(
-    validated: Callable[..., Any], sample: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+    validated: Callable[..., Any], sample: Callable[..., Any], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     root, frames = validated()
     folder = root / "samples" / "sample"
     code, found = sample(root)
@@ -125,6 +128,12 @@ def test_what_is_there_is_not_drawn_again(
     code, found = sample(root, "--num", 2, "--enable_tiling")  # other frames, under other names
     assert (code, len(found), len(list(folder.glob("*.mp4")))) == (0, 4, 8)
     assert all(name.endswith("-2.mp4") for name in found if not name.endswith("seed-5.mp4"))
+    with monkeypatch.context() as patch:  # a process that is killed between a clip and its line
+        patch.setattr(SampleIndex, "add", mock.Mock(side_effect=KeyboardInterrupt))
+        sample(root, "--num", 2, "--num_inference_steps", 3)
+    assert len(list(folder.glob("*.mp4"))) == 9
+    code, found = sample(root, "--num", 2, "--num_inference_steps", 3)
+    assert (code, len(found), len(list(folder.glob("*.mp4")))) == (0, 4, 12)
     code, found = sample(root, "--num", 2)
     assert len(found) == 1
     assert np.array_equal(next(iter(found.values())), frames[2, 0, 0])

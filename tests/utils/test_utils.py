@@ -224,16 +224,17 @@ def test_unfinished_files_of_killed_processes_are_swept(tmp_path: Path) -> None:
     mine, group = unfinished_path(tmp_path / "x.json"), unfinished_path(tmp_path / "x").name.split(".")[2].split("-")[0]
     others = [tmp_path / f".{name}.000000-7.tmp" for name in ("new", "old")]
     dead = [tmp_path / f".dead.{group}-999999999.tmp{suffix}" for suffix in ("", ".mp4")]
-    for path in (mine, *others, *dead, tmp_path / ".x.1.tmp", tmp_path / ".env"):
+    earlier = {".x.1.tmp", ".a b.mp4.71.unfinished.mp4", ".0.pt.unfinished"}  # versions
+    for path in (mine, *others, *dead, *(tmp_path / name for name in (*earlier, ".env", ".step-1.tmp"))):
         path.write_text("")
     os.utime(others[1], (0, 0))
     sweep_unfinished(tmp_path)  # this process lives
     gone = {others[1].name, *(path.name for path in dead)}
     left = {unfinished_path(tmp_path / name, "replaced").name for name in ("a", "b")} | {mine.name, others[0].name}
-    assert {path.name for path in tmp_path.iterdir()} == left | {"b", ".x.1.tmp", ".env"}
+    assert {path.name for path in tmp_path.iterdir()} == left | earlier | {"b", ".env", ".step-1.tmp"}
     assert not gone & left
     for path in tmp_path.iterdir():
         os.utime(path, (1, 1))  # before this process: of an earlier one with its number
     sweep_unfinished(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", ".x.1.tmp", ".env"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", ".env", ".step-1.tmp"}
     sweep_unfinished(tmp_path / "none")

@@ -7,7 +7,8 @@ or runs may share one folder.
 The keys are also listed in an index. A start reads this append-only log instead of asking the file system for each of a
 hundred thousand files. The index only ever saves work: an entry that is not listed (its writer was killed before the
 line was written) is searched for on disk, a wrong line is detected when the entry is read, and the entry is then marked
-as doubtful, which sends the next start to the disk.
+as doubtful, which sends the next start to the disk. A start reads the first entries, up to a limit of bytes: training
+reads them soon, and a damaged one can still be computed again.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ TEMPORARY = ".tmp"
 _CHECKSUM = "crc32"
 _HEX = 64
 _COMPLETE, _DOUBTED = "+", "-"
+#: Bytes of entries that a start reads and verifies: a second of a local disk, and all entries of a few hundred clips.
+VERIFIED_BYTES = 1 << 30
 _LOCK = ".lock"
 #: A file's modification time is that of its last use, to a day: recording each use would cost a write for each read.
 _USE_INTERVAL_S = 86400.0
@@ -71,8 +74,14 @@ class CacheInUse(ExpectedError, RuntimeError):
 class TensorCache:
     """Named groups of tensors in a folder."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, verified_bytes: int = VERIFIED_BYTES) -> None:
+        """Args:
+        directory: the folder.
+        verified_bytes: the size of the entries that `missing` reads.
+        """
         self.directory = directory
+        self._bytes_to_verify = verified_bytes
+        self._verified: set[bytes] = set()  # keys
         self._index = AppendLog(directory / "index", length=1 + _HEX)
         self._complete: set[bytes] = set()  # keys
         self._doubted: set[bytes] = set()  # keys
@@ -140,8 +149,9 @@ class TensorCache:
     def missing(self, keys: Iterable[str]) -> list[str]:
         """Return the keys without a complete entry, each once. Damaged entries are removed and logged.
 
-        The tensors are not read: that would read the whole cache at every start. `get` checks their bytes. The headers
-        of entries that are not in the index are read; missing ones cost one listing of each directory.
+        The first entries are read, up to the limit of bytes; reading the whole cache at every start would take long,
+        and `get` checks the others. The headers of entries that are not in the index are read; missing ones cost one
+        listing of each directory.
         """
         self._refresh()
         unknown: dict[str, list[str]] = defaultdict(list)
@@ -157,6 +167,8 @@ class TensorCache:
         self._complete.update(map(bytes.fromhex, complete))
         # A line cannot take back a doubt, since there is no order between writers.
         self._note(_COMPLETE + key for key in complete if bytes.fromhex(key) not in self._doubted)
+        for key in order:
+            self._verify(key)
         return [key for key in order if bytes.fromhex(key) not in self._complete]
 
     def hold(self) -> None:
@@ -243,6 +255,17 @@ class TensorCache:
         if raw not in self._doubted:
             self._doubted.add(raw)
             self._note([_DOUBTED + key])
+
+    def _verify(self, key: str) -> None:
+        """Read an entry, once and within the limit of bytes, and remove it if it is damaged or not finite."""
+        raw = bytes.fromhex(key)
+        if self._bytes_to_verify <= 0 or raw in self._verified or raw not in self._complete:
+            return
+        self._verified.add(raw)
+        tensors = (self.get(key) or {}).values()
+        self._bytes_to_verify -= sum(tensor.nbytes for tensor in tensors)
+        if not all(map(is_finite, tensors)):
+            self._remove_damaged(key, ValueError("it holds NaN or infinity"))
 
     def _opens(self, key: str) -> bool:
         """Return whether the entry's header is complete and the file has the length in it."""

@@ -113,6 +113,7 @@ class DataPosition:
             InputError: it is not one.
         """
         try:
-            return cls(int(state["seed"]), tuple(map(Segment.from_state, state["stretches"])))
+            first, *others = map(Segment.from_state, state["stretches"])
+            return cls(int(state["seed"]), (first, *others))
         except (TypeError, ValueError, LookupError, OverflowError) as error:
             raise InputError(f"the checkpoint's data position cannot be read: {error!r}", "unreadable") from None

@@ -129,13 +129,13 @@ def _limit(name: str, format_limit: Callable[[int], str]) -> _Text:
 
 
 def _ports(facts: Facts) -> str:
-    return f"{facts['ib_active']} of {facts['ib_ports']} up" if facts.get("ib_ports") else ""
+    return f"{facts['ib_active']} of {facts['ib_ports']} up" if facts.get("ib_ports") and "ib_active" in facts else ""
 
 
 def _gpus(facts: Facts) -> str:
     if facts.get("gpu_error"):
         return BROKEN
-    counts = Counter(gpu["name"].removeprefix("NVIDIA ") for gpu in facts.get("gpus", ()))
+    counts = Counter(gpu.get("name", "unnamed").removeprefix("NVIDIA ") for gpu in facts.get("gpus", ()))
     return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none"
 
 

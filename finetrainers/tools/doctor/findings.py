@@ -133,7 +133,8 @@ def _disk(facts: Facts, needs: Needs | None) -> _Remarks:
     if needs is None:
         return
     if free is not None and free < needs.least:
-        text = f"{facts['disk_path']} has {file_size(free)} free, and the run needs {file_size(needs.least)}"
+        path = facts.get("disk_path", "the disk")
+        text = f"{path} has {file_size(free)} free, and the run needs {file_size(needs.least)}"
         yield f"{text}; free up space, or set another --output_dir", True
     if speed and needs.checkpoint / speed > _LONG_SAVE_S:
         save_time = duration(needs.checkpoint / speed)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.utils.reading import parse_json, read_text
+from finetrainers.utils.reading import fits, fitting, parse_json, read_text
 from finetrainers.utils.text import printable, quoted, shortened
 
 from ..sync import login_problem
@@ -38,6 +38,24 @@ _END_S = 10.0
 _SLOTS = re.compile(r"[0-9]{1,5}")
 _SSH_FAILED = 255
 _NO_COMMAND = (126, 127)
+
+
+def _is_number_or_null(value: Any) -> bool:
+    """Return whether a value is a number, or null as those that a GPU does not report."""
+    return value is None or fits(value, float)
+
+
+#: Types of facts, and of those of a GPU; facts that are not listed may have any.
+_TYPES = {
+    **dict.fromkeys(("disk_write", "disk_read", "disk_free", "shm", "memory", "memlock", "open_files"), float),
+    **dict.fromkeys(("ib_ports", "ib_active", "torch_gpus"), float),
+    "disk_path": str, "gpus": list, "ports": dict,
+}  # fmt: skip
+_GPU_NUMBERS = (
+    "memory_used_mib", "utilization", "power_w", "power_limit_w", "temperature_c", "memory_errors", "corrected_errors",
+    "clock_mhz", "clock_max_mhz",
+)  # fmt: skip
+_GPU_TYPES = {"index": float, "name": str, **dict.fromkeys(_GPU_NUMBERS, _is_number_or_null)}
 
 
 @dataclass(frozen=True)
@@ -193,16 +211,40 @@ async def _converse(node: Node, process: asyncio.subprocess.Process, question: s
     facts = _make_printable(parse_json(await _request(process, question)))
     if not isinstance(facts, dict):
         raise ValueError("the facts are not a JSON object")
+    facts = _drop_other_types(facts)
     return replace(node, facts=facts, clock_skew_s=skew, round_trip_s=round_trip)
 
 
 def _make_printable(value: Any) -> Any:
-    """Return JSON whose strings cannot control the terminal that displays them: they come from another machine."""
+    """Return JSON whose strings cannot control the terminal that displays them: they come from another machine.
+
+    NaN and infinity, which are not JSON, become null.
+    """
     if isinstance(value, str):
         return printable(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, dict):
         return {printable(name): _make_printable(inner) for name, inner in value.items()}
     return [_make_printable(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _drop_other_types(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer without the values that have other types: the machine may run another version.
+
+    A GPU needs an index. Of its other values and of those of a port, each is dropped alone.
+    """
+    facts = fitting(facts, _TYPES)
+    if "gpus" in facts:
+        gpus = [fitting(gpu, _GPU_TYPES) for gpu in facts["gpus"] if isinstance(gpu, dict)]
+        facts["gpus"] = [gpu for gpu in gpus if "index" in gpu]
+    if "ports" in facts:
+        facts["ports"] = {
+            name: {counter: value for counter, value in port.items() if fits(value, (float, bool))}
+            for name, port in facts["ports"].items()
+            if isinstance(port, dict)
+        }
+    return facts
 
 
 async def _request(process: asyncio.subprocess.Process, question: str) -> str:

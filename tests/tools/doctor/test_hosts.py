@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import socket
 import stat
@@ -15,7 +16,7 @@ import pytest
 from refusals import refused_options
 
 from finetrainers.cli.main import main
-from finetrainers.tools.doctor.hosts import HostGroup, Node, read_hosts
+from finetrainers.tools.doctor.hosts import ANSWER, HostGroup, Node, read_hosts
 
 #: A small torch, so that each machine's costs nothing: with another version on one, broken on another, an hour ahead on
 #: a third.
@@ -212,3 +213,43 @@ def test_hosts_files(tmp_path: Path) -> None:
         read_hosts(path)
     with refused_options(("--hosts", "not_found")):
         read_hosts(tmp_path / "none")
+
+
+ANSWERS = (
+    {"version_problem": 5}, {"gpus": [{}, 7, {"index": 1}]}, {"gpus": 3},
+    {"gpus": [{"name": "A", "index": 0, "utilization": "x", "power_w": 70, "temperature_c": None}, {"index": None}]},
+    {"ports": [1]}, {"ports": {"a": {"symbol_error": "x", "active": 1}, "b": 2}}, {"shm": "x"},
+    {"disk_free": [1], "disk_path": None}, {"disk_write": math.nan}, {"open_files": {}},
+    {"memlock": "x", "ib_active": 1}, {"ib_ports": 2}, {"driver": [1]},
+)  # fmt: skip
+
+
+def test_answers_of_other_types(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A program that answers as no machine does: its facts of other types are left out, and the rest is shown."""
+    (tmp_path / "hosts").write_text("".join(f"h{number}\n" for number in range(len(ANSWERS))))
+    for number, answer in enumerate(ANSWERS):
+        (tmp_path / f"h{number}").write_text(json.dumps({"kernel": f"k{number}", "odd": math.inf, **answer}))
+    (tmp_path / "ssh").write_text(
+        f"""#!/bin/sh
+while test "$1" && ! test -f "{tmp_path}/$1"; do shift; done
+while read question; do
+    if test $question = clock; then echo "{ANSWER}0"; else echo "{ANSWER}$(cat {tmp_path}/$1)"; exit; fi
+done
+"""
+    )
+    (tmp_path / "ssh").chmod(0o755)
+    command = ["doctor", "--hosts", str(tmp_path / "hosts"), "--rsh", str(tmp_path / "ssh")]
+    assert main(command) in (0, 1)
+    table = capsys.readouterr().out
+    assert all(f"k{number}" in table for number in range(len(ANSWERS)))
+    assert main([*command, "--json"]) in (0, 1)
+
+    def refuse(text: str) -> None:
+        raise AssertionError(text)
+
+    machines = json.loads(capsys.readouterr().out, parse_constant=refuse)["machines"]
+    facts = [machine["facts"] for machine in machines]
+    assert all(fact["kernel"] and fact["odd"] is None for fact in facts), machines
+    assert facts[1]["gpus"] == [{"index": 1}]
+    assert facts[3]["gpus"] == [{"name": "A", "index": 0, "power_w": 70, "temperature_c": None}]
+    assert facts[5]["ports"] == {"a": {"active": 1}}

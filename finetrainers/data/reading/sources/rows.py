@@ -49,6 +49,10 @@ class DataError(InputError):
         super().__init__("\n".join(lines), kinds.pop() if len(kinds) == 1 else kind)
 
 
+class OversizedError(DataError):
+    """A container that unpacks to more than media can have."""
+
+
 def path_error(option: str, path: Path, *, folder: bool = False, hint: str = "") -> DataError:
     """Return the error about an option whose path is not that of a file, or of a folder."""
     kind: Kind = "invalid" if path.exists() else "not_found"

@@ -24,7 +24,16 @@ from finetrainers.utils.reading import parse_json
 from finetrainers.utils.text import file_size
 
 from .captions import split_captions
-from .rows import MAX_CAPTION_BYTES, MEDIA_SUFFIXES, DataError, Findings, Row, decode_text, printable_name
+from .rows import (
+    MAX_CAPTION_BYTES,
+    MEDIA_SUFFIXES,
+    DataError,
+    Findings,
+    OversizedError,
+    Row,
+    decode_text,
+    printable_name,
+)
 from .tables import Columns
 from .unpacked import MediaFolder
 
@@ -126,7 +135,7 @@ class _Reader:
         for member in archive:
             total_bytes += member.size
             if total_bytes > limit_bytes:
-                raise DataError(
+                raise OversizedError(
                     f"{self.shard}: its members up to {printable_name(member.name)!r} unpack to "
                     f"{file_size(total_bytes)}, over {_MAX_RATIO} times its own size, so it holds no media, or was "
                     "made to fill disks. If you trust it, unpack it yourself, and set the directory as data_root",

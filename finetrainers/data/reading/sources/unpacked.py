@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -23,7 +24,7 @@ from finetrainers.utils.files import sweep_unfinished, unfinished_path
 from finetrainers.utils.text import file_size
 
 from ..status import InvalidSample
-from .rows import DataError, Findings, Row
+from .rows import DataError, Findings, OversizedError, Row
 
 _CHUNK = 1 << 20
 _ROW = TypeAdapter(Row)
@@ -40,6 +41,8 @@ class MediaFolder:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        #: Files that the current container has added.
+        self._added: list[Path] = []
 
     def rows(
         self,
@@ -56,6 +59,9 @@ class MediaFolder:
             samples: returns its samples after the first `skip`.
             limit: the number of samples to take, or None for all.
             findings: collects warnings about samples that are refused.
+
+        Raises:
+            OversizedError: by `samples`; what was unpacked is removed.
         """
         journal = self.directory / "journals" / f"{hashlib.sha256(key.encode()).hexdigest()}.jsonl"
         journal.parent.mkdir(parents=True, exist_ok=True)
@@ -63,8 +69,9 @@ class MediaFolder:
         with FileLock(f"{journal}.lock"):
             sweep_unfinished(self.directory)
             journaled, complete = self._read(journal)
+            self._added.clear()
             if not complete and (limit is None or len(journaled) < limit):
-                with open(journal, "a", encoding="utf-8") as file:
+                with open(journal, "a", encoding="utf-8") as file, self._removing_added(journal):
                     for sample in samples(len(journaled)):
                         file.write(_format_line(sample))
                         file.flush()
@@ -82,6 +89,17 @@ class MediaFolder:
             else:
                 rows.append(sample._replace(stored=sample.stored and self.directory / sample.stored))
         return rows
+
+    @contextmanager
+    def _removing_added(self, journal: Path) -> Iterator[None]:
+        """Remove the files of a container, and its samples in the journal, if it is refused within the block."""
+        try:
+            yield
+        except OversizedError:
+            os.truncate(journal, 0)
+            for path in self._added:
+                path.unlink(missing_ok=True)
+            raise
 
     def store(self, source: IO[bytes], *, suffix: str, size: int = 0) -> tuple[Path, int]:
         """Copy a stream into the directory; return the file's path in it, which is based on its content, and its size.
@@ -109,6 +127,7 @@ class MediaFolder:
             name = Path(hexdigest[:2], f"{hexdigest}{suffix.lower()}")
             target = self.directory / name
             target.parent.mkdir(exist_ok=True)
+            self._added += [] if target.exists() else [target]
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)

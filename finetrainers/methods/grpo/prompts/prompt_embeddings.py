@@ -11,7 +11,7 @@ import torch
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.data.loading.text_conditioning import TextConditioning
 from finetrainers.models.spec import ModelSpec, PromptEmbeds
-from finetrainers.utils.files import write_json_atomic
+from finetrainers.utils.files import sweep_unfinished, unfinished_path, write_json_atomic
 
 from .plan import PromptPlan
 from .prompts import EMPTY_FILE, ENCODED_KEYS, ENCODED_LIST, Prompt
@@ -47,6 +47,8 @@ def embeddings_writer(
 
     def write(texts: TextConditioning) -> None:
         with parallel.raise_on_all_ranks(f"writing {_OPTION}"):
+            for name in ENCODED_KEYS.values():
+                sweep_unfinished(folder / name)
             for number in range(parallel.rank, len(plan.prompts), parallel.world_size):
                 prompt = plan.prompts[number]
                 image = plan.picture(prompt) if texts.keys.texts_see_images else None
@@ -77,6 +79,6 @@ def _write(folder: Path, file: str, prompt: Prompt, texts: TextConditioning, key
     for name, tensor in zip(ENCODED_KEYS.values(), spec.to_given_text(PromptEmbeds(entry)), strict=True):
         path = folder / name / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.unfinished")
+        unfinished = unfinished_path(path)
         torch.save(tensor, unfinished)
         unfinished.replace(path)
