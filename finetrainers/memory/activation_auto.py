@@ -169,7 +169,7 @@ def _work(workload: Workload, weights: NetworkWeights, spec: ModelSpec) -> StepW
     flops = weights.once("flops", lambda: spec.flops(weights.network))
     if flops is None:  # two operations for each weight and token
         forward = 2.0 * weights.total * tokens.clips * tokens.video / workload.sharing
-        return StepWork(forward, 2 * forward, 0.0, workload.swap.copied)
+        return StepWork(forward, 2 * forward, 0.0, workload.swap.copied, sum(workload.num_blocks))
     totals = flops.of_forward(tokens), flops.of_backward(tokens), flops.of_attention(tokens)
     forward, backward, attention = (total / workload.sharing for total in totals)
-    return StepWork(forward, backward, attention, workload.swap.copied)
+    return StepWork(forward, backward, attention, workload.swap.copied, sum(workload.num_blocks))

@@ -83,6 +83,11 @@ def activation_units(
 
 #: Settings, the simplest first.
 SETTINGS: tuple[ActivationMemory, ...] = ("none", "checkpoint", "keep_attention", "offload")
+#: `Machine.launch` of a GPU, and how many times as long launching takes with each setting: hooks of autograd, and for
+#: the last two a mode that sees every operation. Measured with LoRAs for LTX-Video on hosts of an H200
+#: (`benchmarks/results/gpu.md`): 0.30 s for 28 blocks.
+LAUNCH_S = 0.0105
+_LAUNCHES: dict[ActivationMemory, float] = {"none": 1.0, "checkpoint": 1.4, "keep_attention": 2.2, "offload": 3.0}
 #: The simpler of two settings is chosen if its step takes at most this share longer.
 _AS_FAST = 0.005
 
@@ -95,12 +100,14 @@ class StepWork:
         forward, backward: floating-point operations.
         attention: operations of `forward` in attention.
         copied: bytes that a block swap copies to the device, in forward and in backward together.
+        blocks: number of blocks.
     """
 
     forward: float
     backward: float
     attention: float
     copied: float = 0.0
+    blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,12 +119,14 @@ class Machine:
         host: bytes of host memory that activations and swapped blocks may take.
         flops: operations a second.
         link: bytes a second between host and device, in each direction.
+        launch: seconds in which the host launches the kernels of a block that stores everything, forward and backward.
     """
 
     device: float
     host: float
     flops: float
     link: float
+    launch: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -219,8 +228,9 @@ def recomputed(work: StepWork, stored: ActivationMemory, share: float) -> float:
 
 
 def step_seconds(work: StepWork, machine: Machine, stored: ActivationMemory, share: float, host: float) -> float:
-    """Return the seconds of a micro-batch, which waits for the part of copies that computing does not hide."""
+    """Return the seconds of a micro-batch, which waits for what computing does not hide of copies and launches."""
     forward, backward = work.forward, work.backward + recomputed(work, stored, share)
     to_device = work.copied / 2
     copies = max(host, to_device) / machine.link, (host + to_device) / machine.link
-    return max(forward / machine.flops, copies[0]) + max(backward / machine.flops, copies[1])
+    computing = max(forward / machine.flops, copies[0]) + max(backward / machine.flops, copies[1])
+    return max(computing, work.blocks * machine.launch * (1 + share * (_LAUNCHES[stored] - 1)))

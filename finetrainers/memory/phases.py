@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 Size = tuple[int, int, int]
 
-#: Resident memory of a process that trains, without weights: 0.55 to 0.62 measured on Linux with the CPU build of
-#: torch. The libraries of CUDA add an amount that was not measured.
-PROCESS_GIB = 0.6
+#: Resident memory of a process that trains, without weights, on Linux: 0.55 to 0.62 measured with the CPU build of
+#: torch 2.13; 1.6 to 2.2 on an H200 with torch 2.11 for CUDA 13, of which 0.5 are mapped files.
+PROCESS_GIB, CUDA_PROCESS_GIB = 0.6, 2.0
 #: Parts of the step that clips leave on the device until they are trained on.
 _OF_ROLLOUT = ("sampled trajectories", "gradients of clips", "activations of clips")
 #: Part of the step that a network in host memory frees.
@@ -73,11 +73,13 @@ class RunSizes:
         scoring: further bytes that rewards take while they score, or None if unknown.
         encodes_text: whether text encoders are loaded at all.
         text_bytes: bytes that encoding a batch of captions takes beyond the encoders.
+        text_saved: bytes that quantization saves of the text encoders, which are read into host memory before it.
         checkpoint_bytes: of a checkpoint.
         total, trained: parameters of the network, and trainable ones.
         processes, local_processes: on all machines, and on each.
         split: what they share.
         weights: of the network, if they are listed already.
+        on_cuda: whether the processes compute on CUDA devices.
     """
 
     bucket: Size
@@ -90,6 +92,7 @@ class RunSizes:
     scoring: float | None = 0.0
     encodes_text: bool = True
     text_bytes: float = 0.0
+    text_saved: float = 0.0
     checkpoint_bytes: float = 0.0
     total: int = 0
     trained: int = 0
@@ -97,6 +100,7 @@ class RunSizes:
     local_processes: int = 1
     split: ShardingSpec = WHOLE
     weights: NetworkWeights | None = None
+    on_cuda: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,8 @@ def plan_run(
     )  # fmt: skip
     maker = _Phases(config, geometry, transformer, spec, around, step)
     on_gpu = maker.on_gpu()
-    host = {phase: PROCESS_GIB * GIB + maker.on_host(phase) for phase in on_gpu}
+    process = GIB * (CUDA_PROCESS_GIB if around.on_cuda else PROCESS_GIB)
+    host = {phase: process + maker.on_host(phase) for phase in on_gpu}
     networks = (*spec.facts.networks[:-1], *spec.facts.companions)
     unknown = [part for part in networks if is_network(part) and part not in around.parts]
     if around.rewards is None:
@@ -383,7 +388,7 @@ class _Phases:
     def on_host(self, phase: str) -> float:
         """Return the host bytes of a process in a phase, without those of Python and the libraries."""
         if phase == LOADING:
-            return max(self.loaded, sum(self.texts.values()), sum(self.clip_parts.values()))
+            return max(self.loaded, sum(self.texts.values()) + self.around.text_saved, sum(self.clip_parts.values()))
         if phase in (ENCODING_TEXT, ENCODING_CLIPS) and (self.cached or self.precomputed):
             return self._clips() if phase == ENCODING_CLIPS else 0.0
         num_bytes = self._offloaded() + (0.0 if self.precomputed or not self.around.encoded else self._clips())

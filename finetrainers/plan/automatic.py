@@ -12,7 +12,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import MEMORY, TrainConfig
 from finetrainers.config.target import TargetDevice, target_device
 from finetrainers.memory.activation_auto import ASSUMED_FLOPS, ASSUMED_LINK, HOST_SHARE, UTILIZATION, with_choice
-from finetrainers.memory.activation_plan import Machine
+from finetrainers.memory.activation_plan import LAUNCH_S, Machine
 from finetrainers.memory.automatic import AutoSettings, with_blocks_to_swap, with_samples
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import fits, with_reserve, without_reserve
@@ -170,7 +170,7 @@ def _machine(config: TrainConfig, memory: RunMemory, parallel: Strategy) -> Mach
     host = HOST_SHARE * read_host_memory().available / local_world_size()
     shares = parallel.gather_objects([(free, host, flops, link)])
     free, host, flops, link = map(min, zip(*shares, strict=True))
-    return Machine(free + other_bytes, host, flops, link)
+    return Machine(free + other_bytes, host, flops, link, LAUNCH_S if device.type == "cuda" else 0.0)
 
 
 def _resolve_on_cpu(

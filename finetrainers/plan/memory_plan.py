@@ -22,7 +22,7 @@ from finetrainers.memory.activation_auto import (
     ActivationModel,
     activation_model,
 )
-from finetrainers.memory.activation_plan import Machine
+from finetrainers.memory.activation_plan import LAUNCH_S, Machine
 from finetrainers.memory.advice import MEMORY_OPTIONS, Advice, Outcome, cheapest, other_remedies, sharing_options
 from finetrainers.memory.automatic import ACTIVATION_OPTIONS, AutoSettings, Run, choose_automatic, repeat_choices
 from finetrainers.memory.count_text import text_working_bytes
@@ -119,14 +119,17 @@ class RunMemory:
         bucket, clips = batch or (self._around.bucket, self.checked.plan.heaviest(config)[1])
         # Encoding beforehand takes clips of all buckets; otherwise only those of the micro-batch are encoded.
         only_bucket = batch is not None and self._around.encoded and not config.data.precompute_conditions
+        saved = {part: encoder_bytes_saved(spec, part) for part in self._around.parts}
         around = replace(
             self._around,
             bucket=bucket,
             encoded=(bucket,) if only_bucket else self._around.encoded,
-            parts={part: size - encoder_bytes_saved(spec, part) for part, size in self._around.parts.items()},
+            parts={part: size - saved[part] for part, size in self._around.parts.items()},
             clips=clips,
             split=expected_split(config.parallel),
             text_bytes=_text_bytes(config, spec, clips if batch else config.dataloader.batch_size),
+            text_saved=sum(saved.values()) if self._around.encodes_text else 0.0,
+            on_cuda=device.type == "cuda",
         )
         own = method_spec(config)
         if own.rewards(config) != own.rewards(self.checked.config):  # other options compute them elsewhere
@@ -172,7 +175,7 @@ class RunMemory:
     def machine_with(self, gpu_gib: float) -> Machine:
         """Return a machine whose memory alone is known; its speeds are assumed."""
         host = HOST_SHARE * self.host / local_world_size()
-        return Machine(without_reserve(GIB * gpu_gib), host, ASSUMED_FLOPS, ASSUMED_LINK)
+        return Machine(without_reserve(GIB * gpu_gib), host, ASSUMED_FLOPS, ASSUMED_LINK, LAUNCH_S)
 
     def fits(self, plan: RunPlan, gpu_gib: float) -> bool:
         """Return whether a plan fits a GPU and the machine."""

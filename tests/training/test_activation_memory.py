@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
-from finetrainers.memory.activation_plan import Machine
+from finetrainers.memory.activation_plan import LAUNCH_S, Machine
 from finetrainers.memory.estimate import GIB
 from finetrainers.methods.sft import SFT
 from finetrainers.plan import automatic
@@ -141,10 +141,10 @@ def test_what_ranks_with_gpus_plan_for(
         found = automatic._machine(checked.config.model_copy(update={"memory": section}), memory, parallel)
         return replace(found, device=round(found.device - planned))
 
-    assert machine() == pytest.approx(Machine(20 * GIB, 60 * GIB, 0.4 * 989.4e12, 50e9))
-    assert machine(other) == pytest.approx(Machine(8 * GIB, 3 * GIB, 5e12, 7e9))
+    assert machine() == pytest.approx(Machine(20 * GIB, 60 * GIB, 0.4 * 989.4e12, 50e9, LAUNCH_S))
+    assert machine(other) == pytest.approx(Machine(8 * GIB, 3 * GIB, 5e12, 7e9, LAUNCH_S))
     # Of 13.8 GiB tensors may take 12.
-    assert machine(memory_budget=13.8) == pytest.approx(Machine(10 * GIB, 60 * GIB, 0.4 * 989.4e12, 50e9))
+    assert machine(memory_budget=13.8) == pytest.approx(Machine(10 * GIB, 60 * GIB, 0.4 * 989.4e12, 50e9, LAUNCH_S))
 
     monkeypatch.setattr(automatic, "_machine", lambda *_: Machine(1e5, 0.0, 1e12, 1e9))
     parallel: Any = SimpleNamespace(device=torch.device("cuda"), weights_are_movable=True)
