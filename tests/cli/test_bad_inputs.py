@@ -206,7 +206,8 @@ def test_configs_of_models(odd: Path) -> None:
 
 SETTINGS = {
     "r": ["z", 0, 1.5], "lora_alpha": [[1], math.nan, 1e999, "x"], "rank_pattern": [5, {"a": "b"}],
-    "alpha_pattern": [["("]], "target_modules": [7], "use_rslora": [[]],
+    "alpha_pattern": [["("]], "target_modules": [7], "use_rslora": [[]], "eva_config": ["x"], "bias": [[], "some"],
+    "lora_dropout": [2, "x"], "init_lora_weights": [-1], "modules_to_save": [3],
 }  # fmt: skip
 
 
