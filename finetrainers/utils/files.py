@@ -235,6 +235,8 @@ def folder_problem(folder: Path) -> str | None:
         return f"{existing} is a file; use a directory"
     try:
         Path(tempfile.mkdtemp(prefix=".", suffix=".tmp", dir=existing)).rmdir()
+    except FileNotFoundError:
+        return f"nothing can be created in {existing}; use another directory"
     except OSError as error:
         return f"cannot write to {existing}: {error.strerror or error}"
     return None
