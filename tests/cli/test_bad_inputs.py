@@ -83,6 +83,10 @@ def test_places_in_which_nothing_can_be_made(odd: Path, monkeypatch: pytest.Monk
         name = "/proc/x.html" if command[-1] == "--output" and command[0] == "report" else "/proc/x"
         code, problems = refused_command([*command, name])
         assert (code, command[-1]) in [(2, where) for where, _ in problems], (command, problems)
+    Path("broken").symlink_to("none")
+    command = ["train", *MODEL, "--data_root", ".", "--output_dir", "broken/x"]
+    assert ("--output_dir", "invalid") in refused_command(command)[1]
+    assert refused_command(["tiny", "ltx_video", "broken/x"]) == (2, [("directory", "invalid")])
     monkeypatch.setattr(tempfile, "mkdtemp", mock.Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
     assert refused_command(["plot", "."]) == (2, [("RUN", "unavailable")])
 
