@@ -10,6 +10,7 @@ from typing import Any
 from finetrainers.config.arguments import path_argument
 from finetrainers.config.errors import Problem
 from finetrainers.utils.addresses import resolve
+from finetrainers.utils.files import folder_problem
 from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.packaged import model_path
 from finetrainers.utils.text import nearest
@@ -151,7 +152,7 @@ def _unknown(option: str, value: str, valid: tuple[str, ...]) -> list[Problem]:
 
 
 def directory_problems(directory: Path) -> list[Problem]:
-    """Return the problem that a directory is not a new or empty one."""
+    """Return the problem that a directory is not a new or empty one, or cannot be created."""
     if (directory.is_dir() and not any(directory.iterdir())) or not directory.exists():
-        return []
+        return [] if (problem := folder_problem(directory)) is None else [Problem("directory", problem)]
     return [Problem("directory", f"{directory} is not an empty directory; use a new one", "occupied")]

@@ -10,7 +10,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.models.files.files import source_option
 from finetrainers.utils.device import meta_device
 from finetrainers.utils.reading import parse_json
 
@@ -44,6 +43,8 @@ def text_working_bytes(spec: ModelSpec, part: str, *, batch: int) -> float:
     if not tokens:
         return 0.0
     dtype = torch.float32 if getattr(spec.config, f"{part}_dtype", "bf16") == "fp32" else torch.bfloat16
+    from finetrainers.models.spec import source_option
+
     try:
         return _count(cls, json.dumps(settings, sort_keys=True), tokens, keeps_layers, batch, dtype)
     except Exception as error:  # of any class, which depends on the value

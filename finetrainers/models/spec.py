@@ -28,7 +28,7 @@ from .batch import Batch, ModelComponents, PromptEmbeds, SampleRequest, VAEStats
 from .common import DTYPES, fix_input_dtype, input_dtype
 from .compiling import compile_blocks, unwrap
 from .decoding import decode_gradient, decode_videos, recompute_decoder
-from .files.files import MODEL_INDEX
+from .files.files import MODEL_INDEX, source_option
 from .files.saving import remove_full, weight_files
 from .files.weights import are_mapped
 from .flops import AttentionSpec, FlopMeter, Flops, Stream, Tokens, flops_formula
@@ -44,7 +44,7 @@ __all__ = [
     "DTYPES", "FIRST_FRAME", "MOMENTS", "OPERATOR_BODIES", "Batch", "Conditions", "FlopMeter", "ModelComponents",
     "ModelSpec", "Parts", "PromptEmbeds", "SampleRequest", "VAEStats", "VideoMeta", "are_mapped", "check_split",
     "decode_gradient", "encoded_bytes", "even_bounds", "fix_input_dtype", "frozen_bytes", "input_dtype", "pixel_size",
-    "remove_full", "tiled_for_memory", "to_unit_range", "unwrap", "vae_working_bytes", "weight_files",
+    "remove_full", "source_option", "tiled_for_memory", "to_unit_range", "unwrap", "vae_working_bytes", "weight_files",
 ]  # fmt: skip
 Conditions, Parts = PromptEmbeds, ModelComponents  # their names in version 0.1, for families from outside
 

@@ -295,7 +295,11 @@ def attach_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec) -> None:
     state, settings = spec.read_lora(path)
     check_lora_modules(path, state, transformer)
     load_adapter: Any = transformer.load_lora_adapter
-    load_adapter(dict(state), adapter_name="default", prefix=None, metadata=settings or None)
+    try:
+        load_adapter(dict(state), adapter_name="default", prefix=None, metadata=settings or None)
+    except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError, ImportError) as error:
+        message = f"{path}: PEFT cannot attach it with its settings: {type(error).__name__}: {error}"
+        raise InputError(message) from error
     for name, parameter in transformer.named_parameters():
         if ".lora_" in name:
             parameter.data = parameter.data.float()

@@ -31,6 +31,8 @@ def resolve(address: str) -> Any:
         AttributeError: the module has no such attribute.
     """
     module, _, attribute = address.partition(":")
+    if not module or module.startswith("."):
+        raise ModuleNotFoundError(f"{module!r} is not the name of a module", name=module)
     try:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:

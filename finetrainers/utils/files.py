@@ -230,11 +230,16 @@ def folder_problem(folder: Path) -> str | None:
 
     A directory is made in it and removed, since permissions do not show what else refuses: /proc, a quota, a server.
     """
-    existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path(os.sep))
+    paths = (folder, *folder.absolute().parents)
+    existing = next((path for path in paths if path.is_symlink() or path.exists()), Path(os.sep))
+    if not existing.exists():
+        return f"{existing} is a link to a missing directory; remove it"
     if not existing.is_dir():
         return f"{existing} is a file; use a directory"
     try:
         Path(tempfile.mkdtemp(prefix=".", suffix=".tmp", dir=existing)).rmdir()
+    except FileNotFoundError:
+        return f"nothing can be created in {existing}; use another directory"
     except OSError as error:
         return f"cannot write to {existing}: {error.strerror or error}"
     return None

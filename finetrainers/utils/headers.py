@@ -20,15 +20,23 @@ ADAPTER_METADATA = "lora_adapter_metadata"
 _LENGTH_BYTES = 8  # the header follows its length
 _MAX_HEADER = 100_000_000  # the library's limit
 _LFS_POINTER = b"version https://git-lfs"
-#: Settings of PEFT that are computed with: their types, for messages and for `fits`.
+_BOOL, _NAMES, _TABLE = ("true or false", bool), ("a name or a list of names", (str, [str])), ("a table", dict)
+#: Settings of PEFT: their types, for messages and for `fits`. PEFT computes with the first ones, and reads the others.
 _ADAPTER_TYPES: Mapping[str, tuple[str, Any]] = {
     "r": ("a whole number above 0", lambda value: fits(value, int) and value > 0),
     "lora_alpha": ("a number", float),
     "rank_pattern": ("a table of whole numbers", {str: int}),
     "alpha_pattern": ("a table of numbers", {str: float}),
-    "target_modules": ("a name or a list of names", (str, [str])),
-    "use_rslora": ("true or false", bool),
-    "use_dora": ("true or false", bool),
+    **dict.fromkeys(("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "use_qalora"), _BOOL),
+    **dict.fromkeys(("target_modules", "exclude_modules", "modules_to_save", "target_parameters"), _NAMES),
+    "bias": ("'none', 'all' or 'lora_only'", lambda value: value in ("none", "all", "lora_only")),
+    "base_model_name_or_path": ("a text", str),
+    "init_lora_weights": ("true, false or a name", (bool, str)),
+    "use_bdlora": ("a table", (dict, bool)),
+    "layers_pattern": _NAMES,
+    "layers_to_transform": ("a whole number or a list of them", (int, [int])),
+    "layer_replication": ("a list", list),
+    "lora_dropout": ("a number from 0 to 1", lambda value: fits(value, float) and 0 <= value <= 1),
 }
 
 
@@ -88,7 +96,8 @@ def check_adapter_settings(settings: dict[str, Any], name: str) -> dict[str, Any
         ValueError: with the first setting that has another type.
     """
     for key, value in settings.items():
-        expected, kind = _ADAPTER_TYPES.get(key.rpartition(".")[2], ("", None))
+        setting = key.rpartition(".")[2]
+        expected, kind = _ADAPTER_TYPES.get(setting, _TABLE if setting.endswith("_config") else ("", None))
         if expected and value is not None and not fits(value, kind):
             text = shortened(printable(repr(value)), 60)
             raise InputError(f"{name}: {shortened(printable(key), 60)} must be {expected}, got {text}")

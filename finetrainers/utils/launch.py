@@ -107,12 +107,12 @@ def launched_to_split_weights() -> str | None:
 
 def launched_processes() -> int:
     """Return the world size: processes that a launcher started on all machines; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def launched_rank() -> int:
     """Return the rank of this process; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
+    return int(os.environ.get("RANK") or 0)
 
 
 def print_refusal(text: object) -> None:

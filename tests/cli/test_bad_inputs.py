@@ -83,6 +83,10 @@ def test_places_in_which_nothing_can_be_made(odd: Path, monkeypatch: pytest.Monk
         name = "/proc/x.html" if command[-1] == "--output" and command[0] == "report" else "/proc/x"
         code, problems = refused_command([*command, name])
         assert (code, command[-1]) in [(2, where) for where, _ in problems], (command, problems)
+    Path("broken").symlink_to("none")
+    command = ["train", *MODEL, "--data_root", ".", "--output_dir", "broken/x"]
+    assert ("--output_dir", "invalid") in refused_command(command)[1]
+    assert refused_command(["tiny", "ltx_video", "broken/x"]) == (2, [("directory", "invalid")])
     monkeypatch.setattr(tempfile, "mkdtemp", mock.Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
     assert refused_command(["plot", "."]) == (2, [("RUN", "unavailable")])
 
@@ -206,7 +210,8 @@ def test_configs_of_models(odd: Path) -> None:
 
 SETTINGS = {
     "r": ["z", 0, 1.5], "lora_alpha": [[1], math.nan, 1e999, "x"], "rank_pattern": [5, {"a": "b"}],
-    "alpha_pattern": [["("]], "target_modules": [7], "use_rslora": [[]],
+    "alpha_pattern": [["("]], "target_modules": [7], "use_rslora": [[]], "eva_config": ["x"], "bias": [[], "some"],
+    "lora_dropout": [2, "x"], "init_lora_weights": [-1], "modules_to_save": [3],
 }  # fmt: skip
 
 

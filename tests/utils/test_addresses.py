@@ -48,3 +48,6 @@ def test_what_is_missing_is_named(working_directory: Path) -> None:
     [problem] = problems_of("my_scores:blueness")
     assert problem.startswith("reward 'my_scores:blueness': ")
     assert problem.endswith(" my_scores has no 'blueness'")
+    for address in ("../x.py:f", ".x:f"):
+        [problem] = problems_of(address)
+        assert problem.startswith(f"reward {address!r}: ")

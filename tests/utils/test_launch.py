@@ -7,7 +7,13 @@ from refusals import refused
 
 from finetrainers.cli.main import main
 from finetrainers.utils import exit_codes
-from finetrainers.utils.launch import launch_problems, launcher_environment, restart_warning
+from finetrainers.utils.launch import (
+    launch_problems,
+    launched_processes,
+    launched_rank,
+    launcher_environment,
+    restart_warning,
+)
 
 TORCHRUN = {
     "WORLD_SIZE": "2",
@@ -32,8 +38,12 @@ TORCHRUN = {
         {"LOCAL_RANK": "-1"},
     ],
 )
-def test_what_launchers_set_is_right(environment):
+def test_what_launchers_set_is_right(environment, monkeypatch):
     assert launch_problems(environment) == []
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.setenv(name, environment.get(name, ""))
+    assert launched_processes() == int(environment.get("WORLD_SIZE") or 1)
+    assert launched_rank() == int(environment.get("RANK") or 0)
 
 
 AGENT = {"TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}

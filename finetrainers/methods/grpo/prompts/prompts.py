@@ -17,7 +17,7 @@ from finetrainers.data.reading.items import DataError
 from finetrainers.data.reading.media import decoding, open_image
 from finetrainers.data.reading.status import InvalidSampleError
 from finetrainers.utils.failures import error_kind
-from finetrainers.utils.files import missing_path_problem
+from finetrainers.utils.files import missing_path_problem, names_existing
 from finetrainers.utils.reading import MAX_RECORDS, parse_json, read_json, read_text
 from finetrainers.utils.seeding import derive_seed, generator
 from finetrainers.utils.text import plural, printable, quoted
@@ -367,7 +367,7 @@ def _image(row: Mapping[str, Any], key: str, where: str, path: Path, problems: l
         problems.append(f"{where}: {value} is an address; download it, and set its path")
         return None
     beside = path.parent / value
-    return Path(value) if not beside.exists() and Path(value).exists() else beside
+    return Path(value) if not names_existing(beside) and names_existing(value) else beside
 
 
 def _image_problems(prompts: list[Prompt]) -> Iterator[str]:

@@ -155,13 +155,13 @@ def test_prompts_bring_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_images_that_cannot_be_used_are_named_all_at_once(tmp_path: Path) -> None:
     Image.effect_noise((64, 64), 50).save(tmp_path / "cut.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:-600])
-    values = ["no.png", "cut.png", "https://a.b/c.png", "", 3]
+    values = ["no.png", "cut.png", "https://a.b/c.png", "", 3, "x" * 300]
     lines = "\n".join(json.dumps({"prompt": str(value), "image": value}) for value in values) + "\n[]"
     assert_problems(
         tmp_path, "p.jsonl", lines,
         ("p.jsonl line 3:", "https://a.b/c.png"), ("p.jsonl line 4:", "'prompt'", "empty"),
-        ("p.jsonl line 4:", "'image'", "empty"), ("p.jsonl line 5:", "'image'", "number"), ("p.jsonl line 6 ", "list"),
-        ("p.jsonl line 1:", "no.png"), ("p.jsonl line 2:", "cut.png"),
+        ("p.jsonl line 4:", "'image'", "empty"), ("p.jsonl line 5:", "'image'", "number"), ("p.jsonl line 7 ", "list"),
+        ("p.jsonl line 1:", "no.png"), ("p.jsonl line 2:", "cut.png"), ("p.jsonl line 6:", "xxx"),
     )  # fmt: skip
     assert_problems(tmp_path, "p.csv", "prompt,image\na cat, asleep,a.png\n", ("p.csv line 2 ", "commas"))
     assert_problems(tmp_path, "p.csv", 'prompt\n"a" cat\n', ("p.csv line ", "table"))
