@@ -41,7 +41,7 @@ _HUNYUAN_EMBEDDERS = (
     (r"^txt_in\.c_embedder\.linear_2\.", "txt_in.c_embedder.out_layer."),
 )
 _LTX, _HUNYUAN, _COG = "LTXVideoTransformer3DModel", "HunyuanVideoTransformer3DModel", "CogVideoXTransformer3DModel"
-_WAN = "WanTransformer3DModel"
+_WAN, _MOCHI = "WanTransformer3DModel", "MochiTransformer3DModel"
 #: Layer names in LoRA files, by class of network and format, from the names of the network's tensors.
 _LAYOUTS: Mapping[tuple[str, Foreign], Callable[[list[str]], Layout]] = {
     (_LTX, "comfyui"): lambda names: original_layout(_LTX, names)[0],
@@ -50,6 +50,8 @@ _LAYOUTS: Mapping[tuple[str, Foreign], Callable[[list[str]], Layout]] = {
     (_HUNYUAN, "kohya"): lambda names: original_layout(_HUNYUAN, names)[0],
     (_WAN, "comfyui"): lambda names: original_layout(_WAN, names)[0],
     (_WAN, "kohya"): lambda names: original_layout(_WAN, names)[0],
+    (_MOCHI, "comfyui"): lambda names: original_layout(_MOCHI, names)[0],
+    (_MOCHI, "kohya"): lambda names: original_layout(_MOCHI, names)[0],
     (_COG, "comfyui"): lambda names: original_layout(_COG, names, COMFYUI)[0],
     # VideoX-Fun's prefix ends with two underscores.
     (_COG, "kohya"): lambda names: rename_layout(build_layout(names, ()), [("^", ".")]),

@@ -21,6 +21,10 @@ READERS: Mapping[str, Mapping[str, str]] = {
     },
     "hunyuan_video": {"comfyui": "ComfyUI (models/loras)", "kohya": "musubi-tuner"},
     "wan": {"comfyui": "ComfyUI (models/loras), and diffusers", "kohya": "musubi-tuner"},
+    "mochi": {
+        "comfyui": "ComfyUI (models/loras)",
+        "kohya": "ComfyUI; no trainer of kohya-ss has Mochi",
+    },
     "cogvideox": {
         "comfyui": "ComfyUI's own nodes (models/loras); ComfyUI-CogVideoXWrapper reads the format diffusers",
         "kohya": "VideoX-Fun, and ComfyUI-CogVideoXWrapper for models of CogVideoX-Fun",
@@ -36,6 +40,7 @@ ARCHITECTURES: Mapping[str, tuple[str, str]] = {
     "ltx_video": ("ltx-video", "https://github.com/Lightricks/LTX-Video"),
     "hunyuan_video": ("hunyuan-video", "https://github.com/Tencent/HunyuanVideo"),
     "wan": ("wan", "https://github.com/Wan-Video/Wan2.2"),
+    "mochi": ("mochi", "https://github.com/genmoai/mochi"),
     "cogvideox": ("cogvideox", "https://github.com/zai-org/CogVideo"),
 }
 _TENCENT = ("transformer.double_blocks.", "transformer.single_blocks.", "transformer.txt_in.")

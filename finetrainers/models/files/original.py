@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from finetrainers.utils.failures import InputError
 
+from . import original_mochi
 from .layouts import Layout, Rule, build_layout, rename_layout
 
 #: Name of the layout of a network's own names.
@@ -392,4 +393,6 @@ ORIGINALS: dict[str, Original] = {
     "AutoencoderKLLTXVideo": Original("vae.", _ltx_vae),
     "WanTransformer3DModel": Original("model.diffusion_model.", _wan_transformer),
     "AutoencoderKLWan": Original("", _wan_vae),
+    "MochiTransformer3DModel": Original("", original_mochi.transformer_layouts),
+    "AutoencoderKLMochi": Original("", original_mochi.vae_layouts),
 }
