@@ -20,6 +20,12 @@ CHECKPOINTS = tuple(
 )
 
 
+def short_clip(family: str) -> int:
+    """Frames of a clip of at least two latent frames: 9, or the fewest where a latent frame has other than 4 or 8."""
+    temporal = families()[family].facts.geometry.temporal
+    return temporal + 1 if 8 % temporal else 9
+
+
 def deep_repo(tiny_repo: Callable[..., Path], family: str, *, layers: int) -> Path:
     """A family's tiny model with at least four blocks: of two kinds, or `layers` of one."""
     build: Any = resolve(families()[family].tiny or "")

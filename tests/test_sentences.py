@@ -552,10 +552,10 @@ MODELS: list[Row] = [
         "1 problem with this configuration:\n  - --model_name: unknown model family 'ltx'; did you mean 'ltx_video'?",
     ),
     (
-        lambda: family(model_name="mochi"),
+        lambda: family(model_name="allegro"),
         "1 problem with this configuration:\n"
-        "  - --model_name: model family 'mochi' is not supported; supported: cogvideox, hunyuan_video, "
-        "ltx_video, wan",
+        "  - --model_name: model family 'allegro' is not supported; supported: cogvideox, hunyuan_video, "
+        "ltx_video, mochi, wan",
     ),
     (
         lambda directory: family(model_name="auto", pretrained_model_name_or_path=str(directory)),

@@ -124,6 +124,8 @@ class MochiSpec(ModelSpec):
         "": "video",
     }
     attentions = (AttentionSpec("transformer_blocks", "joint", "joint"),)
+    vae_pixel_bytes, vae_tile = 1340, (256, 256)
+    vae_graph_bytes = (3430, 0, 14500)
 
     @property
     def pipeline_class(self) -> Any:  # type: ignore[override]
@@ -177,6 +179,11 @@ class MochiSpec(ModelSpec):
         if self.config.attn_backend == AUTO:
             set_processors(self.block_modules(network), MochiAttnProcessor(AttentionFn("native")))
         return network
+
+    def vae_bytes(self, size: tuple[int, int, int], *, gradient: bool = False) -> float:
+        """Estimate peak bytes: the decoder computes a whole latent frame for the first frame, and drops the rest."""
+        frames, height, width = size
+        return super().vae_bytes((frames + self.facts.geometry.temporal - 1, height, width), gradient=gradient)
 
     def vae_stats(self, vae: Any) -> VAEStats:
         mean, std = (torch.tensor(vae.config[name], dtype=torch.float32) for name in ("latents_mean", "latents_std"))

@@ -85,7 +85,8 @@ def make_batch(
     within: Sequence[tuple[int, int]] = (),
 ) -> Batch:
     """Return random moments, each row's a function of its key; the samples `within` are windows from within a clip."""
-    channels = setting.spec.configs["transformer"]["out_channels"]
+    config = setting.spec.configs["transformer"]
+    channels = config["out_channels"] or config["in_channels"]
 
     def rows(t: int) -> Tensor:
         generators = [torch.Generator().manual_seed(100 * e + i) for e, i in keys]

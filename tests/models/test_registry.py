@@ -23,8 +23,8 @@ from finetrainers.utils.failures import InputError
         ("cogvideox-5b", ["cogvideox"]),
         ("hunyuan", ["hunyuan_video"]),
         ("hunyuan_vdeo", ["hunyuan_video"]),
-        ("mochi", list(families())),
-        ("mochi_1", list(families())),
+        ("allegro", list(families())),
+        ("allegro_1", list(families())),
         ("Cosmos2.5", list(families())),
         ("ltx_video_2", list(families())),
         ("ltx-2.3", list(families())),
@@ -81,7 +81,7 @@ def test_the_family_is_told_by_the_files_of_the_model_or_its_hub_id(name, tiny_r
 
 def test_the_family_is_asked_for_where_nothing_tells_it(tmp_path):
     for content, value in (
-        ('{"_class_name": "MochiTransformer3DModel"}', " MochiTransformer3DModel,"),
+        ('{"_class_name": "AllegroTransformer3DModel"}', " AllegroTransformer3DModel,"),
         ("{", f"config of {tmp_path} "),
     ):
         (tmp_path / "transformer").mkdir(exist_ok=True)
@@ -89,7 +89,7 @@ def test_the_family_is_asked_for_where_nothing_tells_it(tmp_path):
         with pytest.raises(KeyError) as error:
             with_family(ModelSection(pretrained_model_name_or_path=str(tmp_path)))
         assert value in error.value.args[0]
-        assert error.value.args[0].endswith(": cogvideox, hunyuan_video, ltx_video, wan")
+        assert error.value.args[0].endswith(f": {', '.join(sorted(families()))}")
 
 
 def test_the_fewest_sampling_steps_are_those_of_the_scheduler(tiny_repo):

@@ -84,7 +84,7 @@ def output(spec: ModelSpec, network: nn.Module) -> Tensor:
     conditions, meta = spec.empty_inputs(1)
     for tensor in conditions.tensors.values():
         tensor.fill_(True) if tensor.dtype == torch.bool else tensor.copy_(torch.randn(tensor.shape, generator=draw))
-    channels = network.config.out_channels
+    channels = spec.latent_channels(network)
     latents = torch.randn(1, channels, 2, 4, 4, generator=draw)
     level = 0.5 if spec.facts.is_flow else 500
     return spec.predict(network, latents, torch.tensor([level]), conditions, meta)
