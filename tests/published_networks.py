@@ -71,6 +71,10 @@ NETWORKS = {
         "wan", "Wan-AI/Wan2.2-TI2V-5B-Diffusers", 4_999_787_712, (49, 704, 1280), {"prompt_embeds": (512, 4096)},
         {"version": "ti2v"}, has_frame_times=True,
     ),
+    "Mochi": Network(
+        "mochi", "genmo/mochi-1-preview", 10_027_677_744, (37, 480, 848),
+        {"prompt_embeds": (256, 4096), "prompt_attention_mask": (256,)}, {},
+    ),
     "Wan2.1-14B": Network(
         "wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers", 14_288_491_584, (49, 480, 832), {"prompt_embeds": (512, 4096)},
         {"version": "t2v"},

@@ -560,7 +560,7 @@ MODELS: list[Row] = [
     (
         lambda directory: family(model_name="auto", pretrained_model_name_or_path=str(directory)),
         "1 problem with this configuration:\n  - --model_name: is required: it cannot be detected from a config of "
-        "DIR on this disk; supported: cogvideox, hunyuan_video, ltx_video, wan",
+        "DIR on this disk; supported: cogvideox, hunyuan_video, ltx_video, mochi, wan",
     ),
     (
         lambda directory: part(directory, "vae", file="transformer/config.json"),
@@ -1007,7 +1007,7 @@ PLAN: list[Row] = [
     (
         lambda d: plan_demo_run(d, model_name="auto", pretrained_model_name_or_path="a/b"),
         "1 problem with this configuration:\n  - --model_name: is required: it cannot be detected from a config of "
-        "a/b on this disk; supported: cogvideox, hunyuan_video, ltx_video, wan",
+        "a/b on this disk; supported: cogvideox, hunyuan_video, ltx_video, mochi, wan",
     ),
     (
         lambda d: plan_demo_run(d, method="stf"),

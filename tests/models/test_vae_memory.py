@@ -74,6 +74,7 @@ def peak(work: Callable[[], Any]) -> int:
     [
         ("LTX-Video", (9, 128, 128)), ("HunyuanVideo", (17, 128, 128)), ("HunyuanVideo", (17, 720, 1280)),
         ("CogVideoX-2b", (17, 128, 128)), ("Wan2.1-1.3B", (17, 128, 128)), ("Wan2.2-5B", (17, 128, 128)),
+        ("Mochi", (13, 128, 128)), ("Mochi", (37, 128, 128)),
     ],
 )  # fmt: skip
 def test_the_estimate_is_what_the_published_networks_take(name: str, size: tuple[int, int, int]) -> None:
@@ -93,7 +94,7 @@ def test_the_estimate_is_what_the_published_networks_take(name: str, size: tuple
     [
         ("LTX-Video", (9, 64, 64), (161, 1024, 1280)), ("HunyuanVideo", (17, 64, 64), (61, 544, 960)),
         ("CogVideoX-2b", (9, 64, 64), (49, 480, 720)), ("Wan2.1-1.3B", (9, 64, 64), (81, 480, 832)),
-        ("Wan2.2-5B", (9, 64, 64), (49, 704, 1280)),
+        ("Wan2.2-5B", (9, 64, 64), (49, 704, 1280)), ("Mochi", (13, 64, 64), (85, 256, 256)),
     ],
 )  # fmt: skip
 def test_the_estimate_of_a_decode_with_its_backward(
@@ -126,6 +127,7 @@ def test_the_estimate_of_a_decode_with_its_backward(
         ("CogVideoX-2b", (81, 480, 832), (81, 768, 1360)),
         ("Wan2.1-1.3B", (81, 720, 1280), (81, 1440, 2560)),
         ("Wan2.2-5B", (121, 704, 1280), (121, 1440, 2560)),
+        ("Mochi", (19, 480, 848), (37, 480, 848)),
     ],
 )
 def test_large_clips_are_tiled_and_small_ones_are_not(

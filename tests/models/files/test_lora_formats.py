@@ -15,6 +15,7 @@ from diffusers import (
     CogVideoXTransformer3DModel,
     HunyuanVideoTransformer3DModel,
     LTXVideoTransformer3DModel,
+    MochiTransformer3DModel,
     WanTransformer3DModel,
 )
 from diffusers.loaders.lora_conversion_utils import _convert_hunyuan_video_lora_to_diffusers
@@ -32,7 +33,7 @@ from finetrainers.models.registry import get_family
 from finetrainers.models.spec import ModelSpec
 from finetrainers.utils.failures import Kind
 
-FAMILIES = ("ltx_video", "hunyuan_video", "cogvideox", "wan")
+FAMILIES = ("ltx_video", "hunyuan_video", "cogvideox", "wan", "mochi")
 FORMATS = ("diffusers", "comfyui", "kohya", "peft")
 #: Networks of the published widths, with as few blocks as there are kinds of them.
 PUBLISHED = {
@@ -42,6 +43,7 @@ PUBLISHED = {
         {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1},
     ),
     "cogvideox": (CogVideoXTransformer3DModel, {"num_layers": 1, "ofs_embed_dim": 512}),
+    "mochi": (MochiTransformer3DModel, {"num_layers": 2}),
     "wan": (
         WanTransformer3DModel,
         {"num_layers": 1, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120, "pos_embed_seq_len": 514},
@@ -213,7 +215,8 @@ def comfyui_keys(family: str, network: nn.Module) -> set[str]:
             for name in names
         }  # fmt: skip
     else:
-        own = {*layouts[{"hunyuan_video": "ComfyUI's", "ltx_video": "Lightricks'", "wan": "Wan-AI's"}[family]]}
+        kinds = {"hunyuan_video": "ComfyUI's", "ltx_video": "Lightricks'", "wan": "Wan-AI's", "mochi": "Genmo's"}
+        own = {*layouts[kinds[family]]}
     found = set()
     for key in (f"diffusion_model.{name}" for name in own if name.endswith(".weight")):
         plain = key.removesuffix(".weight")
@@ -237,7 +240,7 @@ def comfyui_keys(family: str, network: nn.Module) -> set[str]:
 def test_comfyui_finds_every_layer(family: str) -> None:
     network, lora = adapter(family, device="meta")
     keys = comfyui_keys(family, network)
-    for kind in ("comfyui", *(["kohya"] if family in ("ltx_video", "wan") else [])):
+    for kind in ("comfyui", *(["kohya"] if family in ("ltx_video", "wan", "mochi") else [])):
         layers = {re.sub(r"\.(lora_(A|B|down|up)\.weight|alpha)$", "", name) for name in to_stored(lora, network, kind)}
         assert sorted(layers - keys) == []
 
