@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from torch import nn
@@ -71,16 +71,19 @@ class Flops:
         forward, backward: operations of linear layers and convolutions for a token of each stream.
         attentions: queries, keys, and blocks x width of each attention.
         attentions_backward: the attentions that have a backward pass.
+        shared: operations for a token of each stream that all clips of a call share, as on positions.
     """
 
     forward: Mapping[Stream, float]
     backward: Mapping[Stream, float]
     attentions: Sequence[tuple[Stream, Stream, int]]
     attentions_backward: Sequence[tuple[Stream, Stream, int]]
+    shared: Mapping[Stream, float] = field(default_factory=dict)
 
     def of_forward(self, tokens: Tokens) -> float:
         """Return the operations of the forward pass of one call."""
-        return tokens.clips * (_layers(self.forward, tokens) + _attention(self.attentions, tokens))
+        per_clip = _layers(self.forward, tokens) + _attention(self.attentions, tokens)
+        return tokens.clips * per_clip + _layers(self.shared, tokens)
 
     def of_attention(self, tokens: Tokens) -> float:
         """Return the operations of the attentions alone, in the forward pass of one call."""

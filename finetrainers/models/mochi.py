@@ -230,14 +230,15 @@ class MochiSpec(ModelSpec):
         return 1.0 - sigmas if fresh.config.invert_sigmas else sigmas
 
     def flops(self, network: nn.Module) -> Flops | None:
-        """Add the pooled caption's attention, and its one further key: the mean of the prompt's tokens."""
+        """Add the pooled caption's attention, its further key (the mean of the prompt's tokens), and the positions."""
         formula, pooler = super().flops(network), unwrap(network).time_embed.pooler
         assert formula is not None, "its attentions are declared"
         key, attention = 4.0 * pooler.to_kv.in_features**2, 4.0 * pooler.to_kv.in_features
         forward = dict(formula.forward)
         forward["time"] += key + attention
         forward["prompt"] += attention
-        return replace(formula, forward=forward)
+        # Three coordinates of each token, times the frequencies of all heads.
+        return replace(formula, forward=forward, shared={"video": 3.0 * self.width(unwrap(network))})
 
 
 #: Order of `MochiTransformer3DModel.forward`'s arguments, for callers that pass them by position.

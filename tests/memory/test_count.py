@@ -119,7 +119,7 @@ def test_the_estimate_agrees_with_counting(name: str, tiny_repo: Callable[..., P
         config = load_config(
             model_name=network.family, pretrained_model_name_or_path=str(repo), data_root=str(repo),
             video_resolution_buckets=["x".join(map(str, network.bucket))], training_type=training_type, rank=64,
-            optimizer="adamw",
+            optimizer="adamw", target_modules=[*get_family(network.family).facts.lora_targets],
         )  # fmt: skip
         family = get_family(network.family)
         geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
