@@ -129,7 +129,7 @@ _INSTEAD = {
         "data_path data_file csv_path csv_file",
     "sizes are set by --video_resolution_buckets FRAMESxHEIGHTxWIDTH, for example 49x512x768, instead of a list for "
     "each side":
-        "height_buckets width_buckets frame_buckets",
+        "height_buckets width_buckets",
     "optimizers of torchao are --optimizer adamw-torchao-8bit, adamw-torchao-4bit or adamw-torchao-fp8":
         "use_torchao use_4bit",
     "the cache is in --precompute_dir, with --precompute_conditions": "cache_directory latent_cache_dir",

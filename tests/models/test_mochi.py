@@ -16,7 +16,7 @@ from refusals import refused, refused_options
 
 from finetrainers.config.load import load_config
 from finetrainers.config.sections import ModelSection
-from finetrainers.models.batch import Batch, PromptEmbeds, VideoMeta
+from finetrainers.models.batch import Batch, VideoMeta
 from finetrainers.models.files.original import original_layout
 from finetrainers.models.mochi import MochiSpec
 from finetrainers.models.registry import get_family, with_family
@@ -241,10 +241,14 @@ FORMER = {
 
 
 def test_the_names_of_the_former_mochi_trainer(tmp_path: Path) -> None:
-    common = {"model_name": "mochi", "data_root": str(tmp_path), "pretrained_model_name_or_path": "genmo/mochi-1-preview"}
+    common = {
+        "model_name": "mochi",
+        "data_root": str(tmp_path),
+        "pretrained_model_name_or_path": "genmo/mochi-1-preview",
+    }
     config = load_config(**common, **FORMER)
-    assert (config.training.train_steps, config.data.caption_dropout_p, config.memory.compile) == (2000, 0.1, "regional")
-    assert (config.dataloader.batch_size, config.optimizer.lr) == (1, 2e-4)
-    for name, value in (("cast_dit", True), ("height_buckets", 480), ("frame_buckets", 84), ("fps", 30)):
+    assert (config.training.train_steps, config.dataloader.batch_size, config.optimizer.lr) == (2000, 1, 2e-4)
+    assert (config.data.caption_dropout_p, config.memory.compile) == (0.1, "regional")
+    for name, value in (("cast_dit", True), ("height_buckets", 480), ("fps", 30)):
         with refused_options((name, "unknown")):
             load_config(**common, **{name: value})
