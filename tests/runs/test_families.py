@@ -23,8 +23,8 @@ LEVELS = (0.3, 0.7)
 #: The version of each family that the other tests train.
 DEFAULTS = dict(reversed(CHECKPOINTS)).items()
 #: Evaluation loss after 40 steps over that before, at most. Noise has more channels than these networks are wide (32
-#: against 128 in LTX-Video), so most of the loss cannot be learnt.
-FALLS_TO = 0.9
+#: against 128 in LTX-Video), or a LoRA of rank 4 (48 outputs in Mochi), so most of the loss cannot be learnt.
+FALLS_TO = 0.95
 
 
 def first_batch(state: Any) -> Batch:

@@ -33,7 +33,7 @@ def reward_run(options: Callable[..., dict], run: Callable[..., Any], tmp_path: 
         values = options(family, **{
             "method": "grpo", "train_steps": 1, "batch_size": 2, "optimizer": "adamw", "prompts": str(prompts),
             "reward": ["brightness"], "rollout_size": f"{short_clip(family)}x64x64",
-            "prompts_per_step": 2, "num_generations": 3, "sampling_steps": 4, **changes,
+            "prompts_per_step": 2, "num_generations": 3, "sampling_steps": 4, "eta": 0.3, **changes,
         })  # fmt: skip
         return run(**{k: v for k, v in values.items() if k not in ("data_root", "video_resolution_buckets")})
 
