@@ -122,8 +122,10 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
         if mask is not None:
             everywhere = mask.new_ones(len(mask), video.shape[1])
             mask = torch.cat([everywhere, mask], dim=1)[:, None, None, :]
+        checkpoints = torch.is_grad_enabled() and self.gradient_checkpointing
         for block in self.transformer_blocks:
-            video, text = block(video, text, times, mask, rotary)
+            inputs = video, text, times, mask, rotary
+            video, text = self._gradient_checkpointing_func(block, *inputs) if checkpoints else block(*inputs)
         patches = self.proj_out(self.norm_out(video, times))
         p_t, p = self.config.patch_size_t, self.config.patch_size
         cells = (shape[2] // p_t, shape[3] // p, shape[4] // p)
@@ -388,6 +390,20 @@ class HunyuanVideo15Spec(ModelSpec):
 
     # ---- sampling --------------------------------------------------------------------------------------------------
 
+    def pipeline(
+        self,
+        transformer: nn.Module,
+        vae: nn.Module,
+        scheduler: Any,
+        encoders: ModelComponents | None = None,
+        *,
+        image_to_video: bool = False,
+    ) -> Any:
+        """Build the pipeline, with classifier-free guidance."""
+        pipeline = super().pipeline(transformer, vae, scheduler, encoders, image_to_video=image_to_video)
+        pipeline.guider = ClassifierFreeGuidance(guidance_scale=6.0)
+        return pipeline
+
     def pipeline_call(self, conditions: PromptEmbeds, negative: PromptEmbeds, request: SampleRequest) -> dict[str, Any]:
         """Return the pipeline's arguments: it has its guidance in a `guider`, and its size from an image."""
         call = super().pipeline_call(conditions, negative, request)
@@ -405,8 +421,9 @@ class HunyuanVideo15Spec(ModelSpec):
         generator: torch.Generator,
     ) -> Any:
         """Sample by the pipeline, at the size of the request also from an image."""
-        scale, image = request.guidance_scale, request.first_image
-        pipeline.guider = ClassifierFreeGuidance(**({} if scale is None else {"guidance_scale": scale}))
+        image = request.first_image
+        if request.guidance_scale is not None:
+            pipeline.guider.guidance_scale = request.guidance_scale
         if image is not None and not isinstance(image, Image.Image):
             image = to_pil(image.reshape(image.shape[-3:]) * 2 - 1)
         call = self.pipeline_call(conditions, negative, replace(request, image=image))
