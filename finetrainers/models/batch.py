@@ -52,13 +52,13 @@ class PromptEmbeds:
         start = None if self.start is None else to_device(self.start, device)
         return PromptEmbeds(moved, lengths, extra, start, self._count_further())
 
-    def _count_further(self) -> dict[str, tuple[int, ...]]:
-        """Return the lengths that further masks leave, of those that the host knows."""
+    def _count_further(self, *, waits: bool = False) -> dict[str, tuple[int, ...]]:
+        """Return the lengths that further masks leave: those that the host knows, or all, after waiting for them."""
         masks = {n: t for n, t in self.tensors.items() if n.endswith("_mask") and n != "prompt_attention_mask"}
         return {
             name: self.further_lengths[name] if name in self.further_lengths else _lengths(mask)
             for name, mask in masks.items()
-            if name in self.further_lengths or mask.device.type == "cpu"
+            if waits or name in self.further_lengths or mask.device.type == "cpu"
         }
 
     def rows(self, index: Sequence[int] | slice) -> PromptEmbeds:
@@ -88,7 +88,7 @@ class PromptEmbeds:
         mask = mask.cpu()
         length = int(mask.any(0).nonzero().max()) + 1 if bool(mask.any()) else 1
         cut = self.cut(-(-length // multiple) * multiple).tensors
-        return PromptEmbeds(cut, _lengths(mask), further_lengths=self._count_further())
+        return PromptEmbeds(cut, _lengths(mask), further_lengths=self._count_further(waits=True))
 
     def cut(self, length: int | None) -> PromptEmbeds:
         """Return the first `length` tokens of text and mask, or all if it is None."""

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import diffusers
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, ClassifierFreeGuidance
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 from diffusers.models.embeddings import apply_rotary_emb
 from PIL import Image
 from torch import Tensor, nn
@@ -186,6 +187,15 @@ def _cut(tokens: tuple[Tensor, Tensor], lengths: Sequence[int] | None) -> tuple[
     return (tokens, False) if lengths is None else ((states[:, : lengths[0]], mask[:, : lengths[0]]), True)
 
 
+def _mask_later_frames(
+    frames: int, cells: int, dtype: torch.dtype, device: torch.device, batch_size: int | None = None
+) -> Tensor:
+    """Return the mask `[S, S]` of a frame's cells to those of later frames, as diffusers' for each clip of a batch."""
+    frame = torch.arange(frames, device=device).repeat_interleave(cells)
+    mask = torch.zeros(len(frame), len(frame), dtype=dtype, device=device)
+    return mask.masked_fill_(frame[None, :] > frame[:, None], float("-inf"))
+
+
 class HunyuanVideo15Spec(ModelSpec):
     """HunyuanVideo-1.5 as its pipelines run it.
 
@@ -237,6 +247,14 @@ class HunyuanVideo15Spec(ModelSpec):
         backend = "native" if self.config.attn_backend == AUTO else self.config.attn_backend
         set_processors(self.block_modules(network), HunyuanVideo15AttnProcessor(AttentionFn(backend)))
         return network
+
+    def load_vae(self) -> nn.Module:
+        """Load the VAE; diffusers' mask of its attention is for one clip, and is made row by row."""
+        vae = super().load_vae()
+        for module in vae.modules():
+            if isinstance(module, HunyuanVideo15AttnBlock):
+                module.prepare_causal_attention_mask = _mask_later_frames  # type: ignore[assignment]
+        return vae
 
     # ---- text and images -------------------------------------------------------------------------------------------
 

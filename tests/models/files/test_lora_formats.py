@@ -13,6 +13,7 @@ import pytest
 import torch
 from diffusers import (
     CogVideoXTransformer3DModel,
+    HunyuanVideo15Transformer3DModel,
     HunyuanVideoTransformer3DModel,
     LTXVideoTransformer3DModel,
     WanTransformer3DModel,
@@ -32,7 +33,7 @@ from finetrainers.models.registry import get_family
 from finetrainers.models.spec import ModelSpec
 from finetrainers.utils.failures import Kind
 
-FAMILIES = ("ltx_video", "hunyuan_video", "cogvideox", "wan")
+FAMILIES = ("ltx_video", "hunyuan_video", "hunyuan_video_15", "cogvideox", "wan")
 FORMATS = ("diffusers", "comfyui", "kohya", "peft")
 #: Networks of the published widths, with as few blocks as there are kinds of them.
 PUBLISHED = {
@@ -41,6 +42,7 @@ PUBLISHED = {
         HunyuanVideoTransformer3DModel,
         {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1},
     ),
+    "hunyuan_video_15": (HunyuanVideo15Transformer3DModel, {"num_layers": 1, "num_refiner_layers": 1}),
     "cogvideox": (CogVideoXTransformer3DModel, {"num_layers": 1, "ofs_embed_dim": 512}),
     "wan": (
         WanTransformer3DModel,
