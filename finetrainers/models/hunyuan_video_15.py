@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any, ClassVar
 
 import diffusers
@@ -31,7 +32,6 @@ from transformers import (
     T5EncoderModel,
 )
 
-from finetrainers.config.attention import AUTO
 from finetrainers.config.facts import Activations
 from finetrainers.utils.failures import InputError
 
@@ -99,6 +99,11 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
     It has the name of its base class, which its saved config states. Rows without an image have no image tokens, also
     next to rows with one, to which diffusers' gives some.
     """
+
+    @wraps(diffusers.HunyuanVideo15Transformer3DModel.__init__)  # whose signature names the keys of configs
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        set_processors(self.transformer_blocks, HunyuanVideo15AttnProcessor(AttentionFn("native")))
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, **call: Any) -> tuple[Tensor]:  # type: ignore[override]
         """Return the prediction in a tuple; `timestep` keeps its precision until it is embedded.
@@ -258,12 +263,6 @@ class HunyuanVideo15Spec(ModelSpec):
     def image_pipeline_class(self) -> Any:  # type: ignore[override]
         """Pipeline that starts from an image, or None for text-to-video checkpoints."""
         return None if self.facts.first_frame == "none" else diffusers.HunyuanVideo15ImageToVideoPipeline
-
-    def _with_attention(self, network: nn.Module) -> nn.Module:
-        """Set the attention without padding, by PyTorch's function unless a backend is chosen."""
-        backend = "native" if self.config.attn_backend == AUTO else self.config.attn_backend
-        set_processors(self.block_modules(network), HunyuanVideo15AttnProcessor(AttentionFn(backend)))
-        return network
 
     def load_vae(self) -> nn.Module:
         """Load the VAE; diffusers' mask of its attention is for one clip, and is made row by row."""

@@ -63,7 +63,10 @@ def build_hunyuan_video_15(
             "text_encoder": _text_encoder(len(tokenizer)),
             "tokenizer_2": ByT5Tokenizer(),
             "text_encoder_2": _glyph_encoder(),
-            "vae": AutoencoderKLHunyuanVideo15(block_out_channels=(8, 8, 8, 16, 64), layers_per_block=1),
+            # Latents of random weights are larger than published ones.
+            "vae": AutoencoderKLHunyuanVideo15(
+                block_out_channels=(8, 8, 8, 16, 64), layers_per_block=1, scaling_factor=0.5
+            ),
             "transformer": HunyuanVideo15Transformer3DModel(
                 num_attention_heads=2, attention_head_dim=16, num_layers=layers, num_refiner_layers=1,
                 text_embed_dim=_TEXT_WIDTH, text_embed_2_dim=_GLYPH_WIDTH, image_embed_dim=_IMAGE_WIDTH,
