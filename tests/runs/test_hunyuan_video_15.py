@@ -126,8 +126,9 @@ def test_it_learns_a_clip_and_resumes_exactly(
     values = options(
         "hunyuan_video_15", version=version, training_type=training_type, train_steps=40, checkpointing_steps=36,
         lr=1e-2, precompute_conditions=version == "i2v", precompute_dir=str(tmp_path / "cache"),
-        video_resolution_buckets=["5x64x64"], target_modules=["all-linear"] if training_type == "lora" else ["to_q"],
-        **IN_FP32,
+        video_resolution_buckets=["5x64x64"], rank=16, lora_alpha=16,
+        target_modules=["to_q", "to_k", "to_v", "to_out.0", "proj", "ff.net.2", "proj_out"],
+        **{**IN_FP32, "part": IN_FP32["part"] if version == "i2v" else []},
     )  # fmt: skip
     done = run(**values)
     spec, trained = done.state.spec, done.state.parallel.unwrap(done.state.transformer)
@@ -155,7 +156,7 @@ def test_clips_of_rewards_start_from_the_image_as_in_the_pipeline(
     changes: dict[str, Any], tiny_repo: Callable[..., Path], run: Callable[..., Any], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Bit for bit: latents and mask of the first frame, and SigLIP's states."""
+    """SigLIP's states bit for bit, latents and mask of the first frame up to rounding."""
     images = []
     for number in range(2):
         pixels = np.random.default_rng(number).integers(0, 256, (48, 32, 3), dtype=np.uint8)
@@ -194,7 +195,7 @@ def test_clips_of_rewards_start_from_the_image_as_in_the_pipeline(
     seen = set()
     for meta in metas:
         for row, channels in enumerate(meta.extra["first_frame"]):
-            [number] = [n for n, (expected, _) in enumerate(latents) if torch.equal(channels, expected)]
+            [number] = [n for n, (expected, _) in enumerate(latents) if torch.allclose(channels, expected, atol=1e-5)]
             assert torch.equal(meta.extra[IMAGE_STATES][row], latents[number][1])
             seen.add(number)
     assert seen == {0, 1}
