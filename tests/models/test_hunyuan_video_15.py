@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,13 @@ import pytest
 import torch
 from PIL import Image
 from refusals import refused
+from safetensors.torch import load_file
 from torch import Tensor
 
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.batch import Batch, PromptEmbeds, SampleRequest, VideoMeta
+from finetrainers.models.files.lora_formats import Factors, Lora, save_original, to_stored
+from finetrainers.models.files.original import known_layouts
 from finetrainers.models.hunyuan_video_15 import IMAGE_STATES, HunyuanVideo15Spec
 from finetrainers.models.registry import get_family
 
@@ -172,3 +176,57 @@ def test_other_checkpoints_are_refused(tiny_repo: Callable[..., Path]) -> None:
     given = replace(meta, extra={"first_frame": torch.zeros(1, 33, 1, 2, 2)})
     with refused("unsupported"):
         spec.predict(spec.transformer_on_meta(), torch.zeros(1, 32, 1, 2, 2), torch.tensor([0.5]), conditions, given)
+
+
+#: Layers of Tencent's network (scripts/convert_hunyuan_video1_5_to_diffusers.py of diffusers), without weight and bias:
+#: those of a block, and the others.
+BLOCK = {
+    f"{stream}_{layer}"
+    for stream in ("img", "txt")
+    for layer in ("mod.linear", "attn_q", "attn_k", "attn_v", "attn_q_norm", "attn_k_norm", "attn_proj", "mlp.fc1",
+                  "mlp.fc2")
+}  # fmt: skip
+OTHERS = {
+    "img_in.proj", "time_in.mlp.0", "time_in.mlp.2", "txt_in.t_embedder.mlp.0", "txt_in.t_embedder.mlp.2",
+    "txt_in.c_embedder.linear_1", "txt_in.c_embedder.linear_2", "txt_in.input_embedder",
+    *(f"txt_in.individual_token_refiner.blocks.0.{name}" for name in (
+        "norm1", "self_attn_qkv", "self_attn_proj", "norm2", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1")),
+    "byt5_in.layernorm", "byt5_in.fc1", "byt5_in.fc2", "byt5_in.fc3", "cond_type_embedding",
+    *(f"vision_in.proj.{n}" for n in (0, 1, 3, 4)), "final_layer.adaLN_modulation.1", "final_layer.linear",
+}  # fmt: skip
+
+
+def test_files_have_the_names_of_tencent_and_of_comfyui(stock: Callable[[str], Any], tmp_path: Path) -> None:
+    """Tencent's have query, key and value apart; ComfyUI's files, which are written, have them joined."""
+    network = stock("t2v")
+    weights = network.state_dict()
+
+    def bare(names: Any) -> set[str]:
+        return {re.sub(r"^double_blocks\.\d+\.|\.(weight|bias)$", "", name) for name in names}
+
+    layouts = known_layouts(type(network).__name__, weights)
+    assert bare(layouts["Tencent's"]) == BLOCK | OTHERS
+    save_original(tmp_path / "a.safetensors", network, weights)
+    saved = load_file(tmp_path / "a.safetensors")
+    apart = {f"{stream}_attn_{part}" for stream in ("img", "txt") for part in "qkv"}
+    assert bare(saved) == (BLOCK - apart) | OTHERS | {"img_attn_qkv", "txt_attn_qkv"}
+    key = saved["double_blocks.1.txt_attn_qkv.weight"].chunk(3)[1]
+    assert key.equal(weights["transformer_blocks.1.attn.add_k_proj.weight"])
+    shift, scale = saved["final_layer.adaLN_modulation.1.bias"].chunk(2)  # scale comes first in diffusers
+    assert torch.cat([scale, shift]).equal(weights["norm_out.linear.bias"])
+
+
+def test_loras_have_the_names_of_musubi_tuner_and_of_comfyui(stock: Callable[[str], Any]) -> None:
+    """Its converter to ComfyUI's joins query, key and value, and multiplies rank and alpha by three."""
+    network = stock("t2v")
+    names = [f"transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k", "to_v", "add_q_proj", "to_out.0")]
+    factors = {name: Factors(torch.randn(2, 32), torch.randn(32, 2), 1.5) for name in names}
+    kohya = to_stored(Lora(factors), network, "kohya")
+    layers = {name.removeprefix("lora_unet_double_blocks_0_").split(".")[0] for name in kohya}
+    assert layers == {"img_attn_q", "img_attn_k", "img_attn_v", "txt_attn_q", "img_attn_proj"}
+    comfyui = to_stored(Lora(factors), network, "comfyui")
+    joined = "diffusion_model.double_blocks.0.img_attn_qkv.lora_"
+    assert (comfyui[f"{joined}A.weight"].shape, comfyui[f"{joined}B.weight"].shape) == ((6, 32), (96, 6))
+    for place, name in enumerate(names[:3]):
+        rows = comfyui[f"{joined}B.weight"][32 * place : 32 * (place + 1)] @ comfyui[f"{joined}A.weight"]
+        torch.testing.assert_close(rows, 1.5 * factors[name].up @ factors[name].down)
