@@ -100,7 +100,8 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
     next to rows with one, to which diffusers' gives some.
     """
 
-    @wraps(diffusers.HunyuanVideo15Transformer3DModel.__init__)  # whose signature names the keys of configs
+    # Configs are read by the keys in the signature.
+    @wraps(diffusers.HunyuanVideo15Transformer3DModel.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         set_processors(self.transformer_blocks, HunyuanVideo15AttnProcessor(AttentionFn("native")))
