@@ -545,7 +545,7 @@ def _json_problems(folder: Path) -> Iterator[ValueError]:
 def _is_of_bytes(folder: Path) -> bool:
     path = folder / "tokenizer_config.json"
     with contextlib.suppress(ValueError):  # which is another problem
-        return path.is_file() and read_json(path).get("tokenizer_class") in _OF_BYTES
+        return path.is_file() and read_json_object(path).get("tokenizer_class") in _OF_BYTES
     return False
 
 
