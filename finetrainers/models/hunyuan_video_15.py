@@ -94,7 +94,7 @@ class HunyuanVideo15AttnProcessor:
 
 
 class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DModel):
-    """diffusers' network, without the padding of texts in a batch of one, and without waiting for the device.
+    """diffusers' network, without the padding of text in a batch of one, and without waiting for the device.
 
     It has the name of its base class, which its saved config states. Rows without an image have no image tokens, also
     next to rows with one, to which diffusers' gives some.
@@ -409,7 +409,7 @@ class HunyuanVideo15Spec(ModelSpec):
         return prediction.float()
 
     def count_tokens(self, network: Any, call: Mapping[str, Any]) -> Tokens:
-        """Count the tokens as the network cuts them: of a batch of one, those of its texts."""
+        """Count the tokens as the network cuts them: of a batch of one, those without padding."""
         latents, geometry = call["hidden_states"], self.facts.geometry
         clips, (frames, height, width) = len(latents), latents.shape[2:]
         lengths, glyph_lengths, has_image = (call.get("attention_kwargs") or {}).get(_SIZES, (None, None, True))
