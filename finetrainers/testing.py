@@ -134,15 +134,23 @@ class _Checkpoint:
         return self.spec.encode_text(self.texts, prompts)
 
     def _arguments(self, *, with_image: bool, guidance_scale: float) -> dict[str, Any]:
-        """Return arguments of the pipeline's call."""
+        """Return arguments of the pipeline's call, after setting a guider's scale where guidance is a component.
+
+        A pipeline without a size takes that of its image.
+        """
         frames, height, width = self.size
         names = ("image", "last_image") if self.spec.facts.last_frame else ("image",)
-        return {
+        arguments = {
             "prompt": _PROMPTS[0], "negative_prompt": "", "num_frames": frames, "height": height, "width": width,
             "num_inference_steps": _STEPS, "guidance_scale": guidance_scale,
             "generator": torch.Generator().manual_seed(_SEED),
             **(dict(zip(names, self.images, strict=False)) if with_image else {}),
         }  # fmt: skip
+        pipeline = self.pipelines[with_image]
+        missing = {"guidance_scale", "height", "width"} - inspect.signature(pipeline.__call__).parameters.keys()
+        if "guidance_scale" in missing:
+            pipeline.guider = pipeline.guider.new(guidance_scale=guidance_scale)
+        return {name: value for name, value in arguments.items() if name not in missing}
 
     def _run_pipeline(self, *, with_image: bool) -> tuple[_Calls, Tensor]:
         """Run the pipeline over noise that does not change; return its calls, and the frames `[T, 3, H, W]` in [0, 1].

@@ -55,6 +55,12 @@ NETWORKS = {
         "hunyuan_video", "hunyuanvideo-community/HunyuanVideo", 12_821_012_544, (49, 512, 768),
         {"prompt_embeds": (256, 4096), "prompt_attention_mask": (256,), "pooled_prompt_embeds": (768,)}, {},
     ),
+    "HunyuanVideo-1.5": Network(
+        "hunyuan_video_15", "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", 8_326_608_160,
+        (49, 480, 832),
+        {"prompt_embeds": (1000, 3584), "prompt_attention_mask": (1000,), "glyph_embeds": (256, 1472),
+         "glyph_attention_mask": (256,)}, {},
+    ),
     "CogVideoX-2b": Network(
         "cogvideox", "THUDM/CogVideoX-2b", 1_693_783_872, (49, 480, 720), {"prompt_embeds": (226, 4096)},
         {"version": "2b"},

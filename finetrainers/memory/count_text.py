@@ -50,6 +50,8 @@ def _count(cls: Any, settings: str, tokens: int, keeps_layers: bool, batch: int,
 
     def count(layers: int) -> float:
         shallow = config | {name: min(layers, config[name]) for name in _DEPTHS if name in config}
+        if config.get("layer_types") is not None:
+            shallow["layer_types"] = config["layer_types"][:layers]
         return count_encoder(cls, shallow, tokens, keeps_layers=keeps_layers, batch=batch, dtype=dtype)
 
     two = count(2)

@@ -16,8 +16,8 @@ from torch import nn
 T = TypeVar("T")
 
 #: Input of a layer: the tokens of the clip, of the text, both as one sequence, the text as it was given (no trained
-#: layer comes before it), likewise the states of given images, or a vector per noise level.
-Stream = Literal["video", "text", "joint", "prompt", "image", "time"]
+#: layer comes before it), likewise the states of glyphs and of given images, or a vector per noise level.
+Stream = Literal["video", "text", "joint", "prompt", "glyph", "image", "time"]
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 #: The backward pass of fused attention computes five products for the two of forward, since it computes the scores
@@ -49,6 +49,8 @@ class Tokens:
         text: text tokens of each clip.
         times: noise levels of each clip: 1, or one per token.
         image: an image encoder's tokens of each clip's given images.
+        prompt: those of `text` that are the prompt's, or None for all.
+        glyph: those that another encoder makes of the prompt's quoted text.
     """
 
     clips: int
@@ -56,11 +58,15 @@ class Tokens:
     text: int
     times: int = 1
     image: int = 0
+    prompt: int | None = None
+    glyph: int = 0
 
     def count(self, stream: Stream) -> int:
         """Return the tokens of a stream of each clip."""
-        counts = {"video": self.video, "text": self.text, "prompt": self.text, "image": self.image, "time": self.times}
-        return self.video + self.text if stream == "joint" else counts[stream]
+        if stream == "joint":
+            return self.video + self.text
+        counts = {"video": self.video, "text": self.text, "glyph": self.glyph, "image": self.image, "time": self.times}
+        return (self.text if self.prompt is None else self.prompt) if stream == "prompt" else counts[stream]
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,9 @@ def flops_formula(
             continue
         stream = find_stream(name, streams)
         operations = 2.0 * _size(layer)
-        gets_gradient = trains_all or "lora_B" in name or not (is_entry or stream in ("prompt", "image", "time"))
+        gets_gradient = (
+            trains_all or "lora_B" in name or not (is_entry or stream in ("prompt", "glyph", "image", "time"))
+        )
         gradients = int(layer.weight.requires_grad) + int(gets_gradient)
         forward[stream] = forward.get(stream, 0.0) + operations
         backward[stream] = backward.get(stream, 0.0) + operations * gradients

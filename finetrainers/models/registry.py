@@ -77,13 +77,13 @@ def get_family(name: str) -> Family:
     unsupported = _UNSUPPORTED.match(plain)
     if unsupported and not any(_normalize(other).startswith(unsupported[0]) for other in registered):
         raise KeyError(f"model family {name!r} is not supported; {supported}")
-    similar = [
-        other
-        for other in registered
-        if (len(plain) > 2 and _normalize(other).startswith(plain)) or plain.startswith(_normalize(other))
-    ]
-    if len(similar) == 1:
-        raise KeyError(f"unknown model family {name!r}; did you mean {similar[0]!r}?{broken}")
+    begun = [other for other in registered if len(plain) > 2 and _normalize(other).startswith(plain)]
+    exact = [other for other in begun if _normalize(other) == plain]
+    within = [other for other in registered if plain.startswith(_normalize(other))]
+    similar = exact or begun or sorted(within, key=len)[-1:]
+    if similar:
+        names = " or ".join(repr(other) for other in similar)
+        raise KeyError(f"unknown model family {name!r}; did you mean {names}?{broken}")
     close = get_close_matches(plain, [_normalize(other) for other in registered], n=1, cutoff=0.8)
     suggestion = next((other for other in registered if _normalize(other) in close), None)
     raise KeyError(

@@ -180,8 +180,9 @@ class ModelSpec(PretrainedModel):
             return torch.empty(batch_size, *shape, dtype=torch.bool if name.endswith("_mask") else torch.bfloat16)
 
         shapes = self.text_shapes()
-        masks = [shape[0] for name, shape in shapes.items() if name.endswith("_mask")]
-        conditions = PromptEmbeds({n: empty(n, s) for n, s in shapes.items()}, tuple(masks[:1] * batch_size) or None)
+        masks = {name: (shape[0],) * batch_size for name, shape in shapes.items() if name.endswith("_mask")}
+        lengths = masks.pop("prompt_attention_mask", None)
+        conditions = PromptEmbeds({n: empty(n, s) for n, s in shapes.items()}, lengths, further_lengths=masks)
         return conditions, VideoMeta(fps=torch.full((batch_size,), 24.0))
 
     def given_text(self, embedding: Tensor, mask: Tensor) -> PromptEmbeds:

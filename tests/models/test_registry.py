@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -21,14 +22,15 @@ from finetrainers.utils.failures import InputError
         ("LTXVideo", ["ltx_video"]),
         ("cogvideo", ["cogvideox"]),
         ("cogvideox-5b", ["cogvideox"]),
-        ("hunyuan", ["hunyuan_video"]),
+        ("hunyuan", ["hunyuan_video", "hunyuan_video_15"]),
         ("hunyuan_vdeo", ["hunyuan_video"]),
         ("allegro", list(families())),
         ("allegro_1", list(families())),
         ("Cosmos2.5", list(families())),
         ("ltx_video_2", list(families())),
         ("ltx-2.3", list(families())),
-        ("hunyuan_video_1.5", list(families())),
+        ("hunyuan_video_1.5", ["hunyuan_video_15"]),
+        ("hunyuan_video_2", ["hunyuan_video"]),
         ("foo", list(families())),
     ],
 )
@@ -37,8 +39,8 @@ def test_families_that_do_not_exist(name, named):
     with pytest.raises(KeyError) as error:
         get_family(name)
     _, _, hint = error.value.args[0].partition(repr(name))
-    assert [family for family in sorted(families()) if family in hint] == sorted(named)
-    assert ("not supported" in hint) == (len(named) > 1 and name != "foo")
+    assert [family for family in sorted(families()) if re.search(rf"\b{family}\b", hint)] == sorted(named)
+    assert ("not supported" in hint) == (named == list(families()) and name != "foo")
 
 
 def test_a_family_that_is_added_is_meant_by_names_like_its_own(monkeypatch):

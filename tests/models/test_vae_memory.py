@@ -73,8 +73,8 @@ def peak(work: Callable[[], Any]) -> int:
     ("name", "size"),
     [
         ("LTX-Video", (9, 128, 128)), ("HunyuanVideo", (17, 128, 128)), ("HunyuanVideo", (17, 720, 1280)),
-        ("CogVideoX-2b", (17, 128, 128)), ("Wan2.1-1.3B", (17, 128, 128)), ("Wan2.2-5B", (17, 128, 128)),
-        ("Mochi", (13, 128, 128)), ("Mochi", (37, 128, 128)),
+        ("HunyuanVideo-1.5", (9, 128, 128)), ("CogVideoX-2b", (17, 128, 128)), ("Wan2.1-1.3B", (17, 128, 128)),
+        ("Wan2.2-5B", (17, 128, 128)), ("Mochi", (13, 128, 128)), ("Mochi", (37, 128, 128)),
     ],
 )  # fmt: skip
 def test_the_estimate_is_what_the_published_networks_take(name: str, size: tuple[int, int, int]) -> None:
@@ -93,6 +93,7 @@ def test_the_estimate_is_what_the_published_networks_take(name: str, size: tuple
     ("name", "size", "large"),
     [
         ("LTX-Video", (9, 64, 64), (161, 1024, 1280)), ("HunyuanVideo", (17, 64, 64), (61, 544, 960)),
+        ("HunyuanVideo-1.5", (9, 64, 64), (29, 480, 832)),
         ("CogVideoX-2b", (9, 64, 64), (49, 480, 720)), ("Wan2.1-1.3B", (9, 64, 64), (81, 480, 832)),
         ("Wan2.2-5B", (9, 64, 64), (49, 704, 1280)), ("Mochi", (13, 64, 64), (37, 480, 848)),
     ],

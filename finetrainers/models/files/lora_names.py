@@ -20,6 +20,7 @@ READERS: Mapping[str, Mapping[str, str]] = {
         "kohya": "ComfyUI; no trainer of kohya-ss has LTX-Video",
     },
     "hunyuan_video": {"comfyui": "ComfyUI (models/loras)", "kohya": "musubi-tuner"},
+    "hunyuan_video_15": {"comfyui": "ComfyUI (models/loras)", "kohya": "musubi-tuner"},
     "wan": {"comfyui": "ComfyUI (models/loras), and diffusers", "kohya": "musubi-tuner"},
     "mochi": {
         "comfyui": "ComfyUI (models/loras)",
@@ -33,12 +34,14 @@ READERS: Mapping[str, Mapping[str, str]] = {
 #: Programs that ignore a LoRA outside of a network's blocks, by family and format.
 BLOCKS_ALONE: Mapping[tuple[str, str], str] = {
     ("hunyuan_video", "kohya"): "musubi-tuner",
+    ("hunyuan_video_15", "kohya"): "musubi-tuner",
     ("wan", "kohya"): "musubi-tuner",
 }
 #: Name of a network in a file's metadata (`modelspec.architecture`), and the address of its authors' code.
 ARCHITECTURES: Mapping[str, tuple[str, str]] = {
     "ltx_video": ("ltx-video", "https://github.com/Lightricks/LTX-Video"),
     "hunyuan_video": ("hunyuan-video", "https://github.com/Tencent/HunyuanVideo"),
+    "hunyuan_video_15": ("hunyuan-video-1.5", "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5"),
     "wan": ("wan", "https://github.com/Wan-Video/Wan2.2"),
     "mochi": ("mochi", "https://github.com/genmoai/mochi"),
     "cogvideox": ("cogvideox", "https://github.com/zai-org/CogVideo"),

@@ -160,6 +160,48 @@ def _hunyuan_vae(names: list[str]) -> dict[str, Layout]:
     }
 
 
+# ---- HunyuanVideo-1.5 ----------------------------------------------------------------------------------------------
+
+#: The names of HunyuanVideo, and those that are new. Tencent's files have query, key and value apart.
+_HUNYUAN_15 = (
+    *_mlp(r"time_embed\.timestep_embedder", "time_in.mlp"),
+    Rule(r"context_embedder_2\.norm\.(.*)", r"byt5_in.layernorm.\1"),
+    Rule(r"context_embedder_2\.linear_(\d)\.(.*)", r"byt5_in.fc\1.\2"),
+    *(
+        Rule(rf"image_embedder\.{name}\.(.*)", rf"vision_in.proj.{place}.\1")
+        for name, place in (("norm_in", 0), ("linear_1", 1), ("linear_2", 3), ("norm_out", 4))
+    ),
+    Rule(r"cond_type_embed\.(.*)", r"cond_type_embedding.\1"),
+    *HUNYUAN_TRANSFORMER,
+)
+HUNYUAN_15_TRANSFORMER = (
+    Rule(_DOUBLE + r"attn\.to_([qkv])\.(.*)", _DOUBLE_TO + r"img_attn_\2.\3"),
+    Rule(_DOUBLE + r"attn\.add_([qkv])_proj\.(.*)", _DOUBLE_TO + r"txt_attn_\2.\3"),
+    *_HUNYUAN_15,
+)
+
+
+def _hunyuan_15_transformer(names: list[str]) -> dict[str, Layout]:
+    """Return ComfyUI's files, which musubi-tuner reads, too; Tencent's; and the names of ComfyUI's own modules."""
+    joined = build_layout(names, _HUNYUAN_15)
+    tencent = build_layout(names, HUNYUAN_15_TRANSFORMER)
+    return {"ComfyUI's files": joined, "Tencent's": tencent, COMFYUI: rename_layout(joined, _HUNYUAN_COMFYUI)}
+
+
+def _hunyuan_15_vae(names: list[str]) -> dict[str, Layout]:
+    """Return the layout of the VAE by Tencent and ComfyUI: latent diffusion's, with blocks in the order of decoding."""
+    half, number = r"(encoder|decoder)\.", r"(\d+)\."
+    rules = [
+        Rule(half + r"mid_block\.resnets\.0\.(.*)", r"\1.mid.block_1.\2"),
+        Rule(half + r"mid_block\.resnets\.1\.(.*)", r"\1.mid.block_2.\2"),
+        Rule(half + r"mid_block\.attentions\.0\.to_([qkv])\.(.*)", r"\1.mid.attn_1.\2.\3"),
+        Rule(half + r"mid_block\.attentions\.0\.(.*)", r"\1.mid.attn_1.\2"),
+        Rule(half + r"(down|up)_blocks\." + number + r"resnets\.(.*)", r"\1.\2.\3.block.\4"),
+        Rule(half + r"(down|up)_blocks\." + number + r"(down|up)samplers\.0\.(.*)", r"\1.\2.\3.\4sample.\5"),
+    ]
+    return {"Tencent's": build_layout(names, rules)}
+
+
 # ---- CogVideoX -----------------------------------------------------------------------------------------------------
 
 _COG_TO = r"transformer.layers.\1."
@@ -387,6 +429,8 @@ def _wan_vae(names: list[str]) -> dict[str, Layout]:
 ORIGINALS: dict[str, Original] = {
     "HunyuanVideoTransformer3DModel": Original("", _hunyuan_transformer),
     "AutoencoderKLHunyuanVideo": Original("", _hunyuan_vae),
+    "HunyuanVideo15Transformer3DModel": Original("", _hunyuan_15_transformer),
+    "AutoencoderKLHunyuanVideo15": Original("", _hunyuan_15_vae),
     "CogVideoXTransformer3DModel": Original("model.diffusion_model.", _cog_transformer, has_buffers=True),
     "AutoencoderKLCogVideoX": Original("", _cog_vae),
     "LTXVideoTransformer3DModel": Original("model.diffusion_model.", _ltx_transformer),

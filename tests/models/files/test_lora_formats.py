@@ -13,6 +13,7 @@ import pytest
 import torch
 from diffusers import (
     CogVideoXTransformer3DModel,
+    HunyuanVideo15Transformer3DModel,
     HunyuanVideoTransformer3DModel,
     LTXVideoTransformer3DModel,
     MochiTransformer3DModel,
@@ -33,7 +34,7 @@ from finetrainers.models.registry import get_family
 from finetrainers.models.spec import ModelSpec
 from finetrainers.utils.failures import Kind
 
-FAMILIES = ("ltx_video", "hunyuan_video", "cogvideox", "wan", "mochi")
+FAMILIES = ("ltx_video", "hunyuan_video", "hunyuan_video_15", "cogvideox", "wan", "mochi")
 FORMATS = ("diffusers", "comfyui", "kohya", "peft")
 #: Networks of the published widths, with as few blocks as there are kinds of them.
 PUBLISHED = {
@@ -42,6 +43,7 @@ PUBLISHED = {
         HunyuanVideoTransformer3DModel,
         {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1},
     ),
+    "hunyuan_video_15": (HunyuanVideo15Transformer3DModel, {"num_layers": 1, "num_refiner_layers": 1}),
     "cogvideox": (CogVideoXTransformer3DModel, {"num_layers": 1, "ofs_embed_dim": 512}),
     "mochi": (MochiTransformer3DModel, {"num_layers": 2}),
     "wan": (
@@ -126,7 +128,7 @@ def test_every_format_computes_what_was_trained(family: str, spec_of: Callable[.
     stock = PeftModel.from_pretrained(spec.load_transformer(torch.float32), tmp_path / "peft")
     torch.testing.assert_close(output(spec, stock.base_model.model), expected, rtol=1e-4, atol=1e-4)
     pipeline = spec.pipeline(spec.load_transformer(torch.float32), spec.load_vae(), spec.load_scheduler())
-    pipeline.load_lora_weights(tmp_path / "diffusers")
+    spec.load_into(pipeline, next((tmp_path / "diffusers").glob("*.safetensors")))
     torch.testing.assert_close(output(spec, pipeline.transformer), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -215,13 +217,12 @@ def comfyui_keys(family: str, network: nn.Module) -> set[str]:
             for name in names
         }  # fmt: skip
     else:
-        kinds = {"hunyuan_video": "ComfyUI's", "ltx_video": "Lightricks'", "wan": "Wan-AI's", "mochi": "Genmo's"}
-        own = {*layouts[kinds[family]]}
+        own = {*layouts.get("ComfyUI's", next(iter(kept for kind, kept in layouts.items() if kind != "diffusers")))}
     found = set()
     for key in (f"diffusion_model.{name}" for name in own if name.endswith(".weight")):
         plain = key.removesuffix(".weight")
         found |= {plain, "lora_unet_" + plain.removeprefix("diffusion_model.").replace(".", "_")}
-        if family == "hunyuan_video":  # of diffusion-pipe and older files
+        if family.startswith("hunyuan_video"):  # of diffusion-pipe and older files
             old = (
                 key.replace("_mod.lin.", "_mod.linear.")
                 .replace("_attn.qkv.", "_attn_qkv.")

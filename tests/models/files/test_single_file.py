@@ -56,6 +56,8 @@ LTX_VAES: dict[str, dict[str, Any]] = {
 FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "HunyuanVideo transformer": ("HunyuanVideoTransformer3DModel", NETWORKS["HunyuanVideo"].config),
     "HunyuanVideo VAE": ("AutoencoderKLHunyuanVideo", {}),
+    "HunyuanVideo-1.5 transformer": ("HunyuanVideo15Transformer3DModel", {"num_layers": 2}),
+    "HunyuanVideo-1.5 VAE": ("AutoencoderKLHunyuanVideo15", {}),
     "LTX-Video transformer": ("LTXVideoTransformer3DModel", NETWORKS["LTX-Video"].config),
     **{f"LTX-Video VAE {version}": ("AutoencoderKLLTXVideo", config) for version, config in LTX_VAES.items()},
     "CogVideoX-2b transformer": ("CogVideoXTransformer3DModel", {}),
