@@ -16,8 +16,9 @@ from torch import nn
 T = TypeVar("T")
 
 #: Input of a layer: the tokens of the clip, of the text, both as one sequence, the text as it was given (no trained
-#: layer comes before it), likewise the states of given images, or a vector per noise level.
-Stream = Literal["video", "text", "joint", "prompt", "image", "time"]
+#: layer comes before it), likewise the states of given images, a vector per noise level or per clip, or nothing, since it is not part of the
+#: prediction.
+Stream = Literal["video", "text", "joint", "prompt", "image", "time", "clip", "none"]
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 #: The backward pass of fused attention computes five products for the two of forward, since it computes the scores
@@ -59,7 +60,10 @@ class Tokens:
 
     def count(self, stream: Stream) -> int:
         """Return the tokens of a stream of each clip."""
-        counts = {"video": self.video, "text": self.text, "prompt": self.text, "image": self.image, "time": self.times}
+        counts = {
+            "video": self.video, "text": self.text, "prompt": self.text, "image": self.image, "time": self.times,
+            "clip": 1, "none": 0,
+        }  # fmt: skip
         return self.video + self.text if stream == "joint" else counts[stream]
 
 
@@ -132,7 +136,7 @@ def flops_formula(
             continue
         stream = find_stream(name, streams)
         operations = 2.0 * _size(layer)
-        gets_gradient = trains_all or "lora_B" in name or not (is_entry or stream in ("prompt", "image", "time"))
+        gets_gradient = trains_all or "lora_B" in name or not (is_entry or stream in ("prompt", "image", "time", "clip"))
         gradients = int(layer.weight.requires_grad) + int(gets_gradient)
         forward[stream] = forward.get(stream, 0.0) + operations
         backward[stream] = backward.get(stream, 0.0) + operations * gradients

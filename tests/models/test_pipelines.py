@@ -23,9 +23,8 @@ FP32 = dict.fromkeys(("text_encoder_dtype", "text_encoder_2_dtype", "transformer
 def spec_of(name: str, repo: Path, expert: Any = None) -> ModelSpec:
     section = ModelSection(model_name=name, pretrained_model_name_or_path=str(repo), expert=expert, **FP32)
     family = get_family(name)
-    if family.facts_of(section).sees_image:
-        section = section.model_copy(update={"part": ["image_encoder=,fp32"]})
-    return family.load(section)
+    others = [part for part in family.facts_of(section).networks if f"{part}_dtype" not in FP32]
+    return family.load(section.model_copy(update={"part": [f"{part}=,fp32" for part in others]}))
 
 
 @pytest.mark.rotating
