@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import Gemma3ForConditionalGeneration, GemmaTokenizerFast
 
 from . import common
+from .families.ltx2 import UNUSED
 from .batch import ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta
 from .common import input_dtype
 from .compiling import unwrap
@@ -65,16 +66,20 @@ class LTX2AttnProcessor(LTX2PerturbedAttnProcessor):
         if attention_mask is not None:
             attention_mask = attn.prepare_attention_mask(attention_mask, source.shape[1], source.shape[0])
             attention_mask = attention_mask.view(source.shape[0], attn.heads, -1, attention_mask.shape[-1])
-        query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(source))
-        value = attn.to_v(source)
+        # In the order of the stock processors, in which gradients are added up: that of 2.3 begins with values.
+        gates = None if attn.to_gate_logits is None else attn.to_gate_logits(hidden_states)
+        value = None if all_perturbed is None else attn.to_v(source)
+        query, key = attn.to_q(hidden_states), attn.to_k(source)
+        value = attn.to_v(source) if value is None else value
+        query, key = attn.norm_q(query), attn.norm_k(key)
         if query_rotary_emb is not None:
             rotate = _ROTATIONS[attn.rope_type]
             query, key = rotate(query, query_rotary_emb), rotate(key, key_rotary_emb or query_rotary_emb)
         query, key, value = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (query, key, value))
         attend = self.attend if encoder_hidden_states is None else self.attend.attend_locally
         outputs = attend(query, key, value, attention_mask).to(query.dtype)
-        if attn.to_gate_logits is not None:
-            outputs = outputs * (2.0 * torch.sigmoid(attn.to_gate_logits(hidden_states))).unsqueeze(-1)
+        if gates is not None:
+            outputs = outputs * (2.0 * torch.sigmoid(gates)).unsqueeze(-1)
         return attn.to_out[1](attn.to_out[0](outputs.flatten(2, 3)))
 
 
@@ -94,6 +99,7 @@ class LTX2Spec(ModelSpec):
     }
     attention_processor = LTX2AttnProcessor
     token_plan = SequenceParallelPlan(inputs={"hidden_states": 1, "timestep": 1}, outputs={"rope": 1})
+    text_version = "prompt before learned tokens"  # diffusers had them interleaved until June 2026
     text_calls: ClassVar = {"text_encoder": (_TEXT_TOKENS, True)}
     unquantized = (
         "^proj_in$", "^proj_out$", "time_embed", "caption_projection", "adaln", "norm", "audio", "^av_cross_attn",
@@ -113,7 +119,7 @@ class LTX2Spec(ModelSpec):
         "modality_scale": 1.0, "audio_modality_scale": 1.0, "audio_guidance_scale": None,
     }  # fmt: skip
     streams: ClassVar = {
-        "audio|av_cross_attn": "none",
+        UNUSED: "none",
         "time_embed": "time",
         "prompt_adaln": "clip",
         r"caption_projection|attn2\.to_[kv]": "prompt",

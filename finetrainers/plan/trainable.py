@@ -22,6 +22,7 @@ from finetrainers.config.sections import TrainingSection
 from finetrainers.memory.quantization import quantizable_layers
 from finetrainers.methods.reference import REFERENCE_ADAPTER
 from finetrainers.methods.registry import method_spec
+from finetrainers.models.common import unused_weights
 from finetrainers.models.registry import build_tiny
 from finetrainers.models.spec import DTYPES, ModelSpec
 from finetrainers.utils.device import meta_device
@@ -101,19 +102,27 @@ def make_trainable(transformer: nn.Module, training: TrainingSection) -> None:
         ConfigError: a LoRA target matches no module.
     """
     if training.training_type == "full-finetune":
-        transformer.requires_grad_(True)
+        train_all(transformer)
         return
     transformer.requires_grad_(False)
     settings = LoraConfig(
         r=training.rank,
         lora_alpha=training.lora_alpha,  # type: ignore[arg-type]
         target_modules=lora_targets(transformer, training.target_modules),
+        exclude_modules=None if (unused := unused_weights(transformer)) is None else f".*({unused}).*",
         lora_dropout=training.lora_dropout,
         use_rslora=training.use_rslora,
         use_dora=training.use_dora,
         init_lora_weights=True,
     )
     _add_adapter(transformer, settings, "default", seed=derive_seed(training.seed, "lora"))
+
+
+def train_all(transformer: nn.Module) -> None:
+    """Make all weights trainable that predictions depend on."""
+    unused = unused_weights(transformer)
+    for name, parameter in transformer.named_parameters():
+        parameter.requires_grad_(unused is None or re.search(unused, name) is None)
 
 
 def _add_adapter(transformer: nn.Module, settings: LoraConfig, name: str, *, seed: int) -> None:
@@ -155,6 +164,8 @@ def lora_targets(transformer: nn.Module, targets: list[str]) -> list[str] | str:
         ConfigError: a suffix or the expression matches no linear or convolution layer.
     """
     names = [n for n, m in transformer.named_modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    if (unused := unused_weights(transformer)) is not None:
+        names = [name for name in names if re.search(unused, name) is None]
     if is_expression(targets):
         if not any(re.fullmatch(targets[0], name) for name in names):
             message = f"the expression {targets[0]!r} matches no layer in full; names look like {names[:3]}"

@@ -10,12 +10,20 @@ from ..family import Family
 
 #: Settings of `ltx-trainer`'s `configs/t2v_lora.yaml`, with its distribution of noise levels.
 _LORA = LoRASettings(
-    32, 1e-4, 2000, {"flow_weighting_scheme": "shifted_logit_normal", "lr_scheduler": "linear", "lr_warmup_steps": 0}
-)
+    32, 1e-4, 2000,
+    {
+        "flow_weighting_scheme": "shifted_logit_normal", "flow_resolution_shifting": True,
+        "lr_scheduler": "linear", "lr_warmup_steps": 0,
+    },
+)  # fmt: skip
 #: Layers of the video stream alone: names such as `to_q` also match those of sound, and between sound and video.
 _VIDEO_LAYERS = tuple(
     f"{attention}.{layer}" for attention in ("attn1", "attn2") for layer in ("to_k", "to_q", "to_v", "to_out.0")
 )
+
+
+#: Weights of sound, and those between sound and video.
+UNUSED = "audio|av_cross_attn|a2v"
 
 
 def version_of(transformer: Json) -> str:
@@ -39,7 +47,7 @@ def read(configs: Configs) -> Facts:
     The compression is that of the config, or by default of the class: the patch times each halving of its four stages.
     """
     vae, transformer = configs.get("vae"), configs.get("transformer", {})
-    version_of(transformer)
+    version = version_of(transformer)
     spatial, temporal = 32, 8
     if vae is not None:
         stages = vae.get("downsample_type", ("spatial", "temporal", "spatiotemporal", "spatiotemporal"))
@@ -60,9 +68,11 @@ def read(configs: Configs) -> Facts:
         first_frame_p=0.1,
         heads=transformer.get("num_attention_heads", 32),
         lora_targets=_VIDEO_LAYERS,
+        unused=UNUSED,
         lora=_LORA,
         least_steps=2,  # its schedule is stretched to end at its own level, which one step leaves undefined
         defaults={"validation_guidance_scale": 3.0},
+        version=f"LTX-{version}",
     )
 
 
