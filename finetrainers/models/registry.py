@@ -54,7 +54,7 @@ for _family in OWN_FAMILIES:
 
 #: Unsupported families that users may ask for, in plain letters; some names are like those of supported ones.
 _UNSUPPORTED = re.compile(
-    r"wan|ltx(video|v)?2|hunyuan(video)?15|hunyuanimage|hunyuandit|mochi|skyreels|cosmos|framepack|opensora|allegro"
+    r"wan|ltx(video|v)2|ltx25|hunyuan(video)?15|hunyuanimage|hunyuandit|mochi|skyreels|cosmos|framepack|opensora|allegro"
     r"|kandinsky|flux|sdxl|sd3|sd15|stable|qwen|zimage|pixart|sana|lumina|chroma|stepvideo|magi|easyanimate"
     r"|animatediff|svd|krea"
 )
@@ -81,8 +81,9 @@ def get_family(name: str) -> Family:
         for other in registered
         if (len(plain) > 2 and _normalize(other).startswith(plain)) or plain.startswith(_normalize(other))
     ]
-    if len(similar) == 1:
-        raise KeyError(f"unknown model family {name!r}; did you mean {similar[0]!r}?{broken}")
+    if similar:
+        meant = " or ".join(map(repr, similar))
+        raise KeyError(f"unknown model family {name!r}; did you mean {meant}?{broken}")
     close = get_close_matches(plain, [_normalize(other) for other in registered], n=1, cutoff=0.8)
     suggestion = next((other for other in registered if _normalize(other) in close), None)
     raise KeyError(

@@ -17,7 +17,7 @@ from finetrainers.utils.failures import InputError
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        ("ltx", ["ltx_video"]),
+        ("ltx", ["ltx2", "ltx_video"]),
         ("LTXVideo", ["ltx_video"]),
         ("cogvideo", ["cogvideox"]),
         ("cogvideox-5b", ["cogvideox"]),
@@ -27,7 +27,8 @@ from finetrainers.utils.failures import InputError
         ("mochi_1", list(families())),
         ("Cosmos2.5", list(families())),
         ("ltx_video_2", list(families())),
-        ("ltx-2.3", list(families())),
+        ("ltx-2.3", ["ltx2"]),
+        ("LTX-2.5", list(families())),
         ("hunyuan_video_1.5", list(families())),
         ("foo", list(families())),
     ],
@@ -38,7 +39,7 @@ def test_families_that_do_not_exist(name, named):
         get_family(name)
     _, _, hint = error.value.args[0].partition(repr(name))
     assert [family for family in sorted(families()) if family in hint] == sorted(named)
-    assert ("not supported" in hint) == (len(named) > 1 and name != "foo")
+    assert ("not supported" in hint) == (len(named) > 2 and name != "foo")
 
 
 def test_a_family_that_is_added_is_meant_by_names_like_its_own(monkeypatch):
@@ -89,7 +90,7 @@ def test_the_family_is_asked_for_where_nothing_tells_it(tmp_path):
         with pytest.raises(KeyError) as error:
             with_family(ModelSection(pretrained_model_name_or_path=str(tmp_path)))
         assert value in error.value.args[0]
-        assert error.value.args[0].endswith(": cogvideox, hunyuan_video, ltx_video, wan")
+        assert error.value.args[0].endswith(f": {', '.join(sorted(families()))}")
 
 
 def test_the_fewest_sampling_steps_are_those_of_the_scheduler(tiny_repo):
