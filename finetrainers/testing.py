@@ -22,7 +22,7 @@ from finetrainers.models.batch import Batch, PromptEmbeds, SampleRequest, VideoM
 from finetrainers.models.pixels import MOMENTS
 from finetrainers.models.spec import ModelSpec
 
-__all__ = ["same_calls"]
+__all__ = ["forced_arguments", "same_calls"]
 
 _PROMPTS = ("a red ball", "a blue square moves slowly to the left over the dark sea at night")
 _STEPS, _GUIDANCE, _SEED = 3, 3.0, 5
@@ -170,7 +170,7 @@ class _Checkpoint:
         networks = [n for name, n in pipeline.components.items() if name.startswith("transformer") and n is not None]
         with (
             _recorded(networks, calls),
-            _forced(networks, self.spec.own_arguments),
+            forced_arguments(networks, self.spec.own_arguments),
             patch.object(type(pipeline.scheduler), "step", keep_sample),
             patch.object(sys.modules[type(pipeline).__module__], "randn_tensor", draw),
             _without_posterior_noise(),
@@ -232,7 +232,7 @@ class _Checkpoint:
         if "frame_rate" in inspect.signature(stock.__call__).parameters:
             arguments["frame_rate"] = request.frame_rate
         networks, calls = [n for name, n in stock.components.items() if name.startswith("transformer") and n], _Calls()
-        with _recorded(networks, calls), _forced(networks, spec.own_arguments):
+        with _recorded(networks, calls), forced_arguments(networks, spec.own_arguments):
             expected = torch.from_numpy(stock(**arguments, output_type="np").frames[0])
         batch = len(calls.arguments[0]["hidden_states"])
         if spec.facts.guidance is None and batch != (2 if spec.guides_in_one_call else 1):
@@ -282,7 +282,7 @@ def _recorded(networks: Sequence[nn.Module], calls: _Calls) -> Iterator[None]:
 
 
 @contextmanager
-def _forced(networks: Sequence[nn.Module], arguments: Mapping[str, Any]) -> Iterator[None]:
+def forced_arguments(networks: Sequence[nn.Module], arguments: Mapping[str, Any]) -> Iterator[None]:
     """Call networks with a family's arguments within the block; None leaves the pipeline's."""
     own = {name: value for name, value in arguments.items() if value is not None}
     hooks = [

@@ -16,8 +16,8 @@ from torch import nn
 T = TypeVar("T")
 
 #: Input of a layer: the tokens of the clip, of the text, both as one sequence, the text as it was given (no trained
-#: layer comes before it), likewise the states of given images, a vector per noise level or per clip, or nothing, since it is not part of the
-#: prediction.
+#: layer comes before it), likewise the states of given images, a vector per noise level or per clip, or nothing, since
+#: predictions do not depend on the layer.
 Stream = Literal["video", "text", "joint", "prompt", "image", "time", "clip", "none"]
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -136,7 +136,9 @@ def flops_formula(
             continue
         stream = find_stream(name, streams)
         operations = 2.0 * _size(layer)
-        gets_gradient = trains_all or "lora_B" in name or not (is_entry or stream in ("prompt", "image", "time", "clip"))
+        gets_gradient = (
+            trains_all or "lora_B" in name or not (is_entry or stream in ("prompt", "image", "time", "clip"))
+        )
         gradients = int(layer.weight.requires_grad) + int(gets_gradient)
         forward[stream] = forward.get(stream, 0.0) + operations
         backward[stream] = backward.get(stream, 0.0) + operations * gradients

@@ -29,10 +29,10 @@ from transformers import Gemma3ForConditionalGeneration, GemmaTokenizerFast
 from finetrainers.config.facts import Activations
 
 from . import common
-from .families.ltx2 import UNUSED
 from .batch import ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta
 from .common import input_dtype
 from .compiling import unwrap
+from .families.ltx2 import UNUSED
 from .flops import AttentionSpec, Tokens
 from .given_frames import sample_in_place
 from .spec import ModelSpec
@@ -151,6 +151,9 @@ class LTX2Spec(ModelSpec):
         AttentionSpec("transformer_blocks", "video", "video"),
         AttentionSpec("transformer_blocks", "video", "prompt"),
     )
+
+    vae_pixel_bytes = 88  # of 2.0; 2.3's decoder takes less
+    vae_graph_bytes = (265, 0, 1190)
 
     @cached_property
     def activations(self) -> dict[str, Activations]:  # type: ignore[override]
@@ -284,8 +287,10 @@ class LTX2Spec(ModelSpec):
     def pipeline_call(self, conditions: PromptEmbeds, negative: PromptEmbeds, request: SampleRequest) -> dict[str, Any]:
         """Return the pipeline's arguments, with masks of texts, which have no padding after the connectors."""
         call = {"frame_rate": request.frame_rate} | super().pipeline_call(conditions, negative, request)
-        masks = {f"{name.removesuffix('embeds')}attention_mask": call[name].new_ones(1, _TEXT_TOKENS, dtype=torch.long)
-                 for name in ("prompt_embeds", "negative_prompt_embeds")}
+        masks = {
+            f"{name.removesuffix('embeds')}attention_mask": call[name].new_ones(1, _TEXT_TOKENS, dtype=torch.long)
+            for name in ("prompt_embeds", "negative_prompt_embeds")
+        }
         return {**masks, **call}
 
 

@@ -78,7 +78,7 @@ def llama_tokenizer(*, model_max_length: int = 512, sees_image: bool = False) ->
 
 
 def gemma_tokenizer(*, model_max_length: int = 1024) -> GemmaTokenizerFast:
-    """Build a Gemma (BPE) tokenizer, which pads on the left; its first five tokens are the special ones of the class."""
+    """Build a Gemma (BPE) tokenizer, which pads on the left; its first tokens are the class's five special ones."""
     merges, merged = _merge_chains([*word] for word in [*WORDS, *(_SPACE + word for word in WORDS)])
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
     tokens = _unique(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *fallback, _SPACE, *_CHARACTERS, *merged])

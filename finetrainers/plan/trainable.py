@@ -109,7 +109,6 @@ def make_trainable(transformer: nn.Module, training: TrainingSection) -> None:
         r=training.rank,
         lora_alpha=training.lora_alpha,  # type: ignore[arg-type]
         target_modules=lora_targets(transformer, training.target_modules),
-        exclude_modules=None if (unused := unused_weights(transformer)) is None else f".*({unused}).*",
         lora_dropout=training.lora_dropout,
         use_rslora=training.use_rslora,
         use_dora=training.use_dora,
@@ -160,22 +159,28 @@ def attach_reference_adapter(transformer: nn.Module) -> None:
 def lora_targets(transformer: nn.Module, targets: list[str]) -> list[str] | str:
     """Return PEFT's `target_modules`: a list of name suffixes, or one regular expression.
 
+    Unused layers get no LoRA: where suffixes or the expression match some, another expression leaves them out.
+
     Raises:
         ConfigError: a suffix or the expression matches no linear or convolution layer.
     """
-    names = [n for n, m in transformer.named_modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)]
-    if (unused := unused_weights(transformer)) is not None:
-        names = [name for name in names if re.search(unused, name) is None]
+    layers = [n for n, m in transformer.named_modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    unused = unused_weights(transformer)
+    names = [name for name in layers if unused is None or re.search(unused, name) is None]
+    others = {*layers} - {*names}
     if is_expression(targets):
         if not any(re.fullmatch(targets[0], name) for name in names):
             message = f"the expression {targets[0]!r} matches no layer in full; names look like {names[:3]}"
             raise ConfigError([Problem("--target_modules", message, "not_found")])
-        return targets[0]
+        matches_unused = any(re.fullmatch(targets[0], name) for name in others)
+        return f"(?!.*(?:{unused}))(?:{targets[0]})" if matches_unused else targets[0]
     suffixes = {name.split(".", 2)[-1] for name in names} | {name.rsplit(".", 1)[-1] for name in names}
     for target in targets:
         if not any(is_target(name, target) for name in names):
             message = f"{target!r} matches no layer{nearest(target, suffixes)}"
             raise ConfigError([Problem("--target_modules", message, "unknown")])
+    if any(is_target(name, target) for name in others for target in targets):
+        return rf"(?!.*(?:{unused}))(?:.*\.)?(?:{'|'.join(map(re.escape, targets))})"
     return targets
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from every_family import CHECKPOINTS
+from every_family import CHECKPOINTS, in_fp32
 
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.registry import get_family
@@ -23,8 +23,7 @@ FP32 = dict.fromkeys(("text_encoder_dtype", "text_encoder_2_dtype", "transformer
 def spec_of(name: str, repo: Path, expert: Any = None) -> ModelSpec:
     section = ModelSection(model_name=name, pretrained_model_name_or_path=str(repo), expert=expert, **FP32)
     family = get_family(name)
-    others = [part for part in family.facts_of(section).networks if f"{part}_dtype" not in FP32]
-    return family.load(section.model_copy(update={"part": [f"{part}=,fp32" for part in others]}))
+    return family.load(section.model_copy(update={"part": in_fp32(family.facts_of(section))}))
 
 
 @pytest.mark.rotating

@@ -125,8 +125,10 @@ def _are_renamed(network: nn.Module, missing: Iterable[str], unused: Shapes) -> 
     Networks that see images are stored under names of earlier versions. Tensors that are missing nevertheless are
     reported by loading.
     """
-    tensors = network.state_dict()
-    missing_shapes = Counter(tuple(tensors[name].shape) for name in missing)
+    tensors, ties = network.state_dict(), _ties(network)
+    missing_shapes = Counter(
+        tuple(tensors[min(names)].shape) for names in {frozenset(ties.get(n, {n})) for n in missing}
+    )
     return not isinstance(network, ModelMixin) and bool(missing_shapes) and missing_shapes <= Counter(unused.values())
 
 
