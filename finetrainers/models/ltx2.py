@@ -121,6 +121,7 @@ class LTX2Spec(ModelSpec):
     }
     attention_processor = LTX2AttnProcessor
     token_plan = SequenceParallelPlan(inputs={"hidden_states": 1, "timestep": 1}, outputs={"rope": 1})
+    texts_at_once = 1
     text_version = "prompt before learned tokens"  # diffusers had them interleaved until June 2026
     text_calls: ClassVar = {"text_encoder": (_TEXT_TOKENS, True)}
     unquantized = (
@@ -340,7 +341,7 @@ def isolated(network: nn.Module) -> Iterator[None]:
 
     def isolate(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         masks = dict.fromkeys(("encoder_attention_mask", "audio_encoder_attention_mask"))  # nothing is masked
-        return args, {**kwargs, **masks, "isolate_modalities": True}
+        return args, {**kwargs, **masks, "audio_timestep": kwargs["sigma"], "isolate_modalities": True}
 
     hook = network.register_forward_pre_hook(isolate, with_kwargs=True)
     try:

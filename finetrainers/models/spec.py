@@ -73,6 +73,8 @@ class ModelSpec(PretrainedModel):
     text_varies: bool = False
     #: Tokens that a text encoder reads, by part, and whether it keeps all layers' states. Default: `text_shapes`, no.
     text_calls: ClassVar[Mapping[str, tuple[int, bool]]] = {}
+    #: Most prompts that `encode_text` gives its encoders at once.
+    texts_at_once: float = math.inf
     #: Version of text embeddings beyond the weights of the encoders, for cache keys, or None.
     text_version: str | None = None
     #: Memory of activations, by `training_type`, and of LoRA without autocast; with `-bf16` for trained weights that

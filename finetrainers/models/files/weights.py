@@ -89,7 +89,7 @@ def network_problems(config: ModelSection, networks: Mapping[str, Any]) -> tuple
             continue
         where = source_option(config, part)
         try:
-            network = _on_meta(cls, settings)
+            network = network_on_meta(cls, settings)
         except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
             problems.append(Problem(where, f"{folder / 'config.json'} is not a valid {cls.__name__} config: {error}"))
             continue
@@ -138,7 +138,7 @@ def _single_file_problems(config: ModelSection, part: str, cls: Any, path: Path)
     if settings is None or not path.is_file():
         return [], []  # already reported, or still to be downloaded
     try:
-        network = _on_meta(cls, settings)
+        network = network_on_meta(cls, settings)
     except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         return [Problem(where, f"the config of the {part} is not a valid {cls.__name__} config: {error}")], []
     match, warnings = match_network(path, network), []
@@ -237,7 +237,8 @@ def non_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return bad
 
 
-def _on_meta(cls: Any, settings: Mapping[str, Any]) -> nn.Module:
+def network_on_meta(cls: Any, settings: Mapping[str, Any]) -> nn.Module:
+    """Build a network of diffusers or of transformers without weights, from its config."""
     with meta_device():
         if issubclass(cls, ModelMixin):
             return cls.from_config(dict(settings))
