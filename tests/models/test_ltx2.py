@@ -143,11 +143,11 @@ def test_samples_with_a_last_frame_in_its_place(tiny_repo: Callable[..., Path]) 
     rows = PromptEmbeds({"prompt_embeds": torch.zeros(2, *spec.text_shapes()["prompt_embeds"])})
     calls: list[dict[str, Any]] = []
     network.register_forward_pre_hook(lambda _, args, kwargs: calls.append(dict(kwargs)), with_kwargs=True)
-    request = SampleRequest(17, 64, 32, 24.0, 3, 1.0, last_image=Image.new("RGB", (32, 64), (250, 10, 10)))
-    for given in (request, replace(request, image=Image.new("RGB", (32, 64), (10, 10, 250)))):
+    request = SampleRequest(17, 64, 64, 24.0, 3, 1.0, last_image=Image.new("RGB", (64, 64), (250, 10, 10)))
+    for given in (request, replace(request, image=Image.new("RGB", (64, 64), (10, 10, 250)))):
         calls.clear()
         spec.sample(pipeline, rows.rows([0]), rows.rows([1]), given, torch.Generator().manual_seed(1))
-        latents = torch.stack([call["hidden_states"][0].view(3, 2, -1) for call in calls])
+        latents = torch.stack([call["hidden_states"][0].view(3, 4, -1) for call in calls])
         times = torch.stack([call["timestep"][0].view(3, -1) for call in calls])
         assert all(call["isolate_modalities"] for call in calls)
         for frame, is_clean in enumerate([given.image is not None, False, True]):
