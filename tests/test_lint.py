@@ -78,3 +78,48 @@ def test_random_draws_have_a_dtype_and_a_device() -> None:
             if needed is not None and not needed <= {keyword.arg for keyword in node.keywords}:
                 incomplete.add(f"{path.name}:{node.lineno} {drawn}")
     assert incomplete == set()
+
+
+#: Modules that read text from outside for all others; text that this program has written; files of the kernel.
+READERS = {"utils/reading.py", "utils/files.py", "utils/headers.py"}
+OWN_TEXT = {"utils/json_objects.py"}
+OF_THE_KERNEL = {"utils/host_memory.py", "utils/network.py", "rundir/health.py", "data/inspect/decode_worker.py"}
+PLAIN = {
+    "json.load", "json.loads", "json.JSONDecoder", "tomllib.load", "tomllib.loads", "yaml.load", "yaml.safe_load",
+    "safe_open", "safetensors.safe_open", "load_file", "safetensors.torch.load_file", "os.open", "np.load", "io.open",
+}  # fmt: skip
+#: Calls that open something else than a file to be read.
+OTHER_OPENS = {
+    "os.open": {"rundir/lock.py", "training/watchdog.py", "cli/main.py", "data/cache/store.py"},
+}
+
+
+def plain_reads(source: str) -> list[tuple[int, str]]:
+    """Line and name of every call that reads a file or foreign text, but not through `utils.reading`."""
+    calls = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        modes = [a.value for a in [*node.args, *(k.value for k in node.keywords)] if isinstance(a, ast.Constant)]
+        writes = any(isinstance(mode, str) and set(mode) & set("wax") and len(mode) <= 3 for mode in modes)
+        is_path_method = method in ("read_text", "read_bytes") and not name.startswith("reading.")
+        opens = name == "open" or (method == "open" and not node.args) or (method == "open" and "rb" in modes)
+        if name in PLAIN or is_path_method or (opens and not writes and "fsspec" not in name):
+            calls.append((node.lineno, name))
+    return calls
+
+
+def test_everything_from_outside_is_read_by_one_module() -> None:
+    """It refuses pipes, devices, huge files, and values too deep or long; see `utils.reading`."""
+    assert [name for _, name in plain_reads("open(p)\nopen(p, 'w')\np.open('rb')\nx.read_text()\njson.loads(s)")] == [
+        "open", "p.open", "x.read_text", "json.loads",
+    ]  # fmt: skip
+    allowed = READERS | OWN_TEXT | OF_THE_KERNEL
+    found = []
+    for path in (ROOT / "finetrainers").rglob("*.py"):
+        file = path.relative_to(ROOT / "finetrainers").as_posix()
+        calls = plain_reads(path.read_text(encoding="utf-8")) if file not in allowed else []
+        found += [f"{file}:{line} {name}" for line, name in calls if file not in OTHER_OPENS.get(name, ())]
+    assert found == [], "use finetrainers.utils.reading"

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetrainers.config.arguments import path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import load_config
 from finetrainers.utils.progress import Meter
@@ -58,7 +59,11 @@ def add_cache(commands: Any) -> None:
         "read recently. Not possible while a run uses the cache.",
     )
     prune.add_argument(
-        "--keep", type=Path, nargs="+", metavar="CONFIG", help="keep entries that training with these TOML files reads"
+        "--keep",
+        type=path_argument,
+        nargs="+",
+        metavar="CONFIG",
+        help="keep entries that training with these TOML files reads",
     )
     prune.add_argument(
         "--older_than", type=float, metavar="DAYS", help="remove only entries that were not read for this many days"
@@ -67,7 +72,9 @@ def add_cache(commands: Any) -> None:
     prune.set_defaults(run=_prune)
     for action in (ls, verify, prune):
         action.set_defaults(check=_check)
-        action.add_argument("directory", type=Path, metavar="DIR", help="--precompute_dir, or a run's --output_dir")
+        action.add_argument(
+            "directory", type=path_argument, metavar="DIR", help="--precompute_dir, or a run's --output_dir"
+        )
 
 
 def _check(arguments: argparse.Namespace) -> Iterator[Problem]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from finetrainers.config.arguments import ArgumentParser
+from finetrainers.config.arguments import ArgumentParser, path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils import exit_codes
@@ -47,8 +46,8 @@ def own_options() -> ArgumentParser:
         default="header",
         help="read headers, or decode every file from end to end [header]",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write it as one HTML file, with thumbnails")
+    parser.add_argument("--json", type=path_argument, metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--html", type=path_argument, metavar="FILE", help="write it as one HTML file, with thumbnails")
     parser.add_argument("--jobs", type=positive_integer, help="processes that decode [one for each processor]")
     parser.add_argument("--fresh", action="store_true", help="probe every file again, and ignore stored facts")
     return parser

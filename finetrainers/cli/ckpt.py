@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from finetrainers.config.arguments import path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.rundir.best import best_checkpoint
 from finetrainers.rundir.find import checkpoints_dir, scan_checkpoints
 from finetrainers.rundir.manifest import MANIFEST, damage, is_optimizer_state, is_sealed, lacks_optimizer, read_manifest
 from finetrainers.utils.files import missing_path_problem
+from finetrainers.utils.headers import open_tensors
+from finetrainers.utils.reading import read_json_object
 from finetrainers.utils.text import duration, file_size
 
 from .overview import described
@@ -33,20 +35,20 @@ def add_ckpt(commands: Any) -> None:
     actions = ckpt.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     ls = actions.add_parser("ls", help="list a run's checkpoints: step, size, age, complete or damaged (by file sizes)")
-    ls.add_argument("run_directory", type=Path, metavar="RUN", help="a run's --output_dir")
+    ls.add_argument("run_directory", type=path_argument, metavar="RUN", help="a run's --output_dir")
     ls.set_defaults(run=_ls, check=lambda arguments: _path_problems("RUN", [arguments.run_directory]))
 
     verify = actions.add_parser("verify", help="read every byte; exit code 1 if a file differs from the saved one")
     verify.add_argument(
-        "path", type=Path, nargs="+", metavar="PATH", help="checkpoints, or runs for all of their checkpoints"
+        "path", type=path_argument, nargs="+", metavar="PATH", help="checkpoints, or runs for all of their checkpoints"
     )
     verify.set_defaults(run=_verify, check=_check_verify)
 
     diff = actions.add_parser(
         "diff", help="compare settings, versions and weights of two checkpoints; exit code 1 if they differ"
     )
-    diff.add_argument("a", type=Path, metavar="A", help="a checkpoint")
-    diff.add_argument("b", type=Path, metavar="B", help="another")
+    diff.add_argument("a", type=path_argument, metavar="A", help="a checkpoint")
+    diff.add_argument("b", type=path_argument, metavar="B", help="another")
     diff.set_defaults(run=_diff, check=_check_diff)
 
 
@@ -115,9 +117,8 @@ def _lora_damage(path: Path) -> str | None:
     """
     from finetrainers.plan.initial_weights import stored_lora
 
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    sha256 = (state.get("initial") or {}).get("sha256")
     try:
+        sha256 = (read_json_object(path / "state.json").get("initial") or {}).get("sha256")
         if sha256 is not None:
             stored_lora(path, None, sha256)
     except ValueError as error:
@@ -161,7 +162,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _facts(path: Path) -> dict[str, Mapping[str, Any]]:
     """Return a checkpoint's recorded facts, by title."""
     manifest = read_manifest(path)
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    state = read_json_object(path / "state.json")
     return {
         "step": {"step": state["step"], "total_steps": state["total_steps"]},
         "settings that must not change": state["critical"],
@@ -178,14 +179,14 @@ def _changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
 
 def _weight_changes(a: Path, b: Path) -> Iterator[str]:
     """Yield a line for each tensor that differs; one pair is in memory at a time."""
-    from safetensors import safe_open
 
     places = [_tensor_places(path) for path in (a, b)]
     for name in dict.fromkeys([*places[0], *places[1]]):
         if name not in places[0] or name not in places[1]:
             yield f"{name}: only in {a if name in places[0] else b}"
             continue
-        x, y = (safe_open(place[name], framework="pt").get_tensor(name.partition(": ")[2]) for place in places)
+        with open_tensors(places[0][name]) as first, open_tensors(places[1][name]) as second:
+            x, y = (file.get_tensor(name.partition(": ")[2]) for file in (first, second))
         if x.shape != y.shape or x.dtype != y.dtype:
             yield f"{name}: {x.dtype} {list(x.shape)} -> {y.dtype} {list(y.shape)}"
         elif not x.equal(y):
@@ -194,7 +195,6 @@ def _weight_changes(a: Path, b: Path) -> Iterator[str]:
 
 def _tensor_places(path: Path) -> dict[str, Path]:
     """Return the file of every tensor but the optimizer's, by `kind: name`; shards of a network count as one file."""
-    from safetensors import safe_open
 
     places = {}
     for file in sorted(path.rglob("*.safetensors")):
@@ -202,6 +202,6 @@ def _tensor_places(path: Path) -> dict[str, Path]:
         if is_optimizer_state(relative.as_posix()):
             continue
         kind = relative.parts[0] if len(relative.parts) > 1 else relative.stem
-        with safe_open(file, framework="pt") as opened:
+        with open_tensors(file) as opened:
             places.update({f"{kind}: {name}": file for name in opened.keys()})  # noqa: SIM118 - no mapping
     return places

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from finetrainers.config.arguments import path_argument
 from finetrainers.config.errors import Problem
 from finetrainers.utils.addresses import resolve
 from finetrainers.utils.logs import quiet_progress_bars
@@ -30,7 +31,7 @@ def add_demo(commands: Any) -> None:
     parts = demo.add_subparsers(dest="part", metavar="PART", required=True)
 
     data = parts.add_parser("data", help="write captioned clips of colored shapes that move, as mp4 and captions.jsonl")
-    data.add_argument("directory", type=Path, help="new or empty directory")
+    data.add_argument("directory", type=path_argument, help="new or empty directory")
     data.add_argument("--items", type=positive_integer, default=20, help="number of clips [20]")
     data.add_argument("--look", default="plain", help="plain, or striped, which the demo model has never seen")
     data.add_argument("--motion", help="one motion only, such as zigzag, which the demo model has never seen")
@@ -39,19 +40,19 @@ def add_demo(commands: Any) -> None:
     data.set_defaults(run=_data, check=_check_data)
 
     vae = parts.add_parser("vae", help="fit the demo model's VAE (seconds) and measure it on other clips")
-    vae.add_argument("directory", type=Path, help="new or empty directory")
+    vae.add_argument("directory", type=path_argument, help="new or empty directory")
     vae.set_defaults(run=_vae, check=lambda arguments: directory_problems(arguments.directory))
 
     build = parts.add_parser("build", help="train the demo model from random weights (two hours); resumes if stopped")
-    build.add_argument("directory", type=Path, help="output directory; existing results are kept")
+    build.add_argument("directory", type=path_argument, help="output directory; existing results are kept")
     build.add_argument("--steps", type=positive_integer, help="optimizer steps [those of the shipped model]")
     build.add_argument("--clips", type=positive_integer, help="training clips [those of the shipped model]")
     build.set_defaults(run=_build)
 
     measure = parts.add_parser("measure", help="sample captions and measure what the samples show")
-    measure.add_argument("directory", type=Path, help="directory of the figures and a contact sheet")
+    measure.add_argument("directory", type=path_argument, help="directory of the figures and a contact sheet")
     measure.add_argument("--model", help="model in diffusers layout [the demo model]")
-    measure.add_argument("--lora", type=Path, help="LoRA, or a run directory with one")
+    measure.add_argument("--lora", type=path_argument, help="LoRA, or a run directory with one")
     measure.add_argument("--items", type=positive_integer, default=200, help="number of captions [200]")
     measure.add_argument("--look", default="plain", help="look that the captions ask for [plain]")
     measure.set_defaults(run=_measure, check=_check_measure)
@@ -67,7 +68,7 @@ def add_demo(commands: Any) -> None:
 
 def add_demonstration(parser: argparse.ArgumentParser, function: str, *, steps: int, **directory: Any) -> None:
     """Add the arguments of a demonstration, `module:name` in `finetrainers.demo`, which knows its number of steps."""
-    parser.add_argument("directory", type=Path, **directory)
+    parser.add_argument("directory", type=path_argument, **directory)
     parser.add_argument("--steps", type=positive_integer, help=f"optimizer steps [{steps}]")
     parser.set_defaults(run=_run_demonstration, demonstration=function)
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetrainers.config.arguments import command_text, path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.flags import parse_flags
 from finetrainers.utils import exit_codes
@@ -53,20 +54,20 @@ def add_doctor(commands: Any) -> None:
     doctor = commands.add_parser("doctor", **described(about, *examples, more=_MORE))
     doctor.add_argument(
         "config",
-        type=Path,
+        type=path_argument,
         nargs="?",
         metavar="CONFIG",
         help="a run's config file or directory, to compare the disk with its checkpoints",
     )
     doctor.add_argument(
         "--hosts",
-        type=Path,
+        type=path_argument,
         metavar="FILE",
         help="file of machines to connect to over ssh: `host` or `host slots=8` per line",
     )
     doctor.add_argument(
         "--output_dir",
-        type=Path,
+        type=path_argument,
         metavar="DIR",
         help="directory whose disk is measured [the config's, or the current directory]",
     )
@@ -77,7 +78,9 @@ def add_doctor(commands: Any) -> None:
         help=f"size of the file to write and read; 0 skips the measurement [{_DISK_MIB}]",
     )
     doctor.add_argument("--python", metavar="PATH", help="interpreter on the other machines [the path of this one]")
-    doctor.add_argument("--rsh", metavar="COMMAND", help="command that connects to them [ssh -o BatchMode=yes ...]")
+    doctor.add_argument(
+        "--rsh", type=command_text, metavar="COMMAND", help="command that connects to them [ssh -o BatchMode=yes ...]"
+    )
     doctor.add_argument(
         "--timeout",
         type=seconds,
@@ -121,7 +124,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         if arguments.every is not None:
             return _watch(arguments)
         needs, folder = _needs(arguments.config)
-        folder = (arguments.output_dir or folder or Path()).expanduser().absolute()
+        folder = (arguments.output_dir or folder or Path()).absolute()
         nodes = _nodes(arguments, folder)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

@@ -9,10 +9,9 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetrainers.config.arguments import ArgumentParser
+from finetrainers.config.arguments import ArgumentParser, make_argument_type, path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.target import planned_gpu, target_device
@@ -24,7 +23,7 @@ from finetrainers.utils.process_state import planning
 from finetrainers.utils.progress import working
 from finetrainers.utils.text import plural
 
-from .options import make_argument_type, positive_integer, read_run_config
+from .options import positive_integer, read_run_config
 
 if TYPE_CHECKING:
     from finetrainers.plan.preflight import ResolvedRun
@@ -74,7 +73,9 @@ def add_launcher_options(parser: ArgumentParser, processes: str) -> None:
     """Add the options that `planned_environment` reads; `processes` is the help on their number."""
     parser.add_argument("--num_processes", type=positive_integer, help=processes)
     parser.add_argument("--num_machines", type=positive_integer, help="machines [1, or as the file says]")
-    parser.add_argument("--accelerate_config", type=Path, metavar="FILE", help="the file of `accelerate launch`")
+    parser.add_argument(
+        "--accelerate_config", type=path_argument, metavar="FILE", help="the file of `accelerate launch`"
+    )
 
 
 def estimate_command(argv: Sequence[str]) -> int:

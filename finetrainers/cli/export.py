@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from typing import Any
 
+from finetrainers.config.arguments import path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.models.files.lora_names import FORMATS
 from finetrainers.utils import exit_codes
@@ -44,7 +44,7 @@ def add_export(commands: Any) -> None:
     )
     export.add_argument(
         "--output_dir",
-        type=Path,
+        type=path_argument,
         metavar="FOLDER",
         help="output directory; one subdirectory per format [export/ of the run]",
     )

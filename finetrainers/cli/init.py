@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from finetrainers.config.arguments import make_argument_type, path_argument
 from finetrainers.config.errors import Problem
 from finetrainers.utils import exit_codes
 from finetrainers.utils.files import folder_problem, write_text_atomic
@@ -16,7 +17,6 @@ from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.progress import Stages, working
 from finetrainers.utils.text import plural, printable
 
-from .options import make_argument_type
 from .overview import described
 
 _MORE = """Asks for what no flag answers, or takes defaults with --yes and where the input is not a terminal. Reads the
@@ -44,7 +44,9 @@ def add_init(commands: Any) -> None:
     init.add_argument("--kind", metavar="KIND", help="character, style, motion or general [style]")
     init.add_argument("--trigger_word", metavar="WORD", help="calls up what the LoRA learned; none [by kind]")
     init.add_argument("--output_dir", metavar="DIR", help="directory of the run [runs/WORD]")
-    init.add_argument("--output", type=Path, default=Path("run.toml"), metavar="FILE", help="the file [run.toml]")
+    init.add_argument(
+        "--output", type=path_argument, default=Path("run.toml"), metavar="FILE", help="the file [run.toml]"
+    )
     init.add_argument("--yes", action="store_true", help="take defaults instead of asking")
     init.set_defaults(run=_init, check=_read_flags)
 

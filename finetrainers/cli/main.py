@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import gc
 import os
 import select
@@ -16,15 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetrainers.config.arguments import ArgumentParser
+from finetrainers.config.arguments import ArgumentParser, path_argument
 from finetrainers.config.errors import CONFIGURATION, ConfigError, Problem
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.help import PREPARE, TRAIN
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils import exit_codes
-from finetrainers.utils.device import use_expandable_segments
+from finetrainers.utils.device import configure_allocator
 from finetrainers.utils.exit_in_time import exit_in_time
-from finetrainers.utils.failures import user_message
+from finetrainers.utils.failures import InputError, user_message
 from finetrainers.utils.launch import launch_problems, launched_rank, print_error, print_refusal
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 from finetrainers.utils.process_state import gc_paused, planning
@@ -100,21 +101,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not _say_failure(error):
             raise
-        return exit_codes.FAILED
+        return exit_codes.CONFIGURATION if isinstance(error, InputError) else exit_codes.FAILED
 
 
 def _while_read(command: Callable[[], int], *, default: int) -> int:
     """Run a command; return its exit code, or `default` if nothing reads its output any more, as with `| head`."""
     try:
-        code = command()
-        sys.stdout.flush()
-        return code
+        try:
+            return command()
+        finally:  # also after help, which ends by an exit: a full disk is an error
+            sys.stdout.flush()
     except BrokenPipeError:
         if not _output_is_closed():
             raise
     except SystemExit as error:
         if not isinstance(error.__context__, BrokenPipeError):  # rich has replaced it by an exit
             raise
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        print_error(f"the output cannot be written: {error.strerror}")
+        default = exit_codes.FAILED
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for buffered output
     return default
 
@@ -169,7 +176,7 @@ _ON_A_GPU = ("sample", "search-batch")
 def _run_unparsed(command: str, argv: Sequence[str]) -> int:
     """Run a command of `_UNPARSED`; return an exit code."""
     if command in _ON_A_GPU:
-        use_expandable_segments()
+        configure_allocator()
     if _cannot_start(joining=command != "run"):
         return exit_codes.CONFIGURATION
     try:
@@ -177,7 +184,7 @@ def _run_unparsed(command: str, argv: Sequence[str]) -> int:
     except Exception as error:
         if not _say_failure(error):
             raise
-        return exit_codes.FAILED
+        return exit_codes.CONFIGURATION if isinstance(error, InputError) else exit_codes.FAILED
 
 
 def prepare_command(argv: Sequence[str]) -> int:
@@ -224,7 +231,7 @@ class _RunOptions(contextlib.AbstractContextManager["_RunOptions"]):
         """Return the configuration, or None if there is nothing to run and `code` says why."""
         configure_logging()
         yield_idle_threads()
-        use_expandable_segments()
+        configure_allocator()
         if _cannot_start():
             self.code = exit_codes.CONFIGURATION
             return None
@@ -370,7 +377,7 @@ def _add_models(commands: Any) -> None:
     tiny = commands.add_parser("tiny", **described(about, "tiny FAMILY tiny-model", training))
     tiny.add_argument("family", help="name from `finetrainers models`")
     tiny.add_argument(
-        "directory", type=Path, help="new or empty directory, where the model is written in diffusers layout"
+        "directory", type=path_argument, help="new or empty directory, where the model is written in diffusers layout"
     )
     tiny.add_argument("--version", help="checkpoint of the family that it is modeled on [the first]")
     tiny.add_argument("--seed", type=int, default=0, help="seed; equal seeds give equal weights [0]")

@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from finetrainers.config.arguments import ArgumentParser, near_flag, split_unknown
 from finetrainers.config.errors import ConfigError, Problem
@@ -16,8 +16,6 @@ from finetrainers.config.names import unknown_option
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sample import VALIDATION_NAMES, S, options_of_runs, read_options
 from finetrainers.config.shape import choices, is_list, is_switch, kind
-
-T = TypeVar("T")
 
 
 def make_number_type(message: str, lowest: int, highest: float = math.inf) -> Callable[[str], int]:
@@ -38,18 +36,6 @@ def make_number_type(message: str, lowest: int, highest: float = math.inf) -> Ca
 
 #: Type of arguments that count something.
 positive_integer = make_number_type("must be a whole number of at least 1", 1)
-
-
-def make_argument_type(read: Callable[[str], T]) -> Callable[[str], T]:
-    """Return a function that reads an argument with `read`, whose ValueError is the problem with it."""
-
-    def read_argument(text: str) -> T:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read_argument
 
 
 def read_run_config(parser: ArgumentParser, flags: Sequence[str], problems: list[Problem]) -> TrainConfig:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from finetrainers.config.arguments import path_argument
 from finetrainers.config.errors import ConfigError, Problem
 
 from .overview import described
@@ -20,7 +21,7 @@ def add_plot(commands: Any) -> None:
     about = "draw curves.png (losses, rewards, timings) and rollouts.png of a run"
     plot = commands.add_parser("plot", **described(about, "plot runs/first", "plot runs/*"))
     plot.add_argument(
-        "directory", type=Path, nargs="+", metavar="RUN", help="a run's --output_dir, even while it trains"
+        "directory", type=path_argument, nargs="+", metavar="RUN", help="a run's --output_dir, even while it trains"
     )
     plot.set_defaults(run=_plot, check=_check)
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from finetrainers.config.arguments import path_argument
 from finetrainers.config.errors import Problem
 from finetrainers.utils import exit_codes
 from finetrainers.utils.files import write_text_atomic
@@ -28,9 +29,9 @@ def add_report(commands: Any) -> None:
     about = "write an HTML report of one or more runs"
     examples = ("report runs/mystyle", "report runs/rank16 runs/rank64 --output compared.html")
     report = commands.add_parser("report", **described(about, *examples, more=f"{_MORE}."))
-    report.add_argument("directory", type=Path, nargs="+", metavar="RUN", help="a run's --output_dir")
+    report.add_argument("directory", type=path_argument, nargs="+", metavar="RUN", help="a run's --output_dir")
     where = "output file [RUN/report.html; for several runs report.html here]"
-    report.add_argument("--output", type=Path, metavar="FILE|FOLDER", help=where)
+    report.add_argument("--output", type=path_argument, metavar="FILE|FOLDER", help=where)
     count = "maximum number of videos; larger ones are scaled down [36]"
     report.add_argument("--videos", type=_parse_count, metavar="N|none", help=count)
     every = "write the page again until training ends; the browser reloads it"

@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from finetrainers.config.arguments import ArgumentParser
+from finetrainers.config.arguments import ArgumentParser, command_argument, path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.flags import read_flags
 from finetrainers.config.stages import Stage, read_stages
@@ -80,7 +78,7 @@ def own_options() -> ArgumentParser:
     launcher_help = (
         "command that starts a stage on several GPUs; it ends with the program, and receives the stage's options"
     )
-    parser.add_argument("--launcher", type=shlex.split, default=[], metavar="COMMAND", help=launcher_help)
+    parser.add_argument("--launcher", type=command_argument, default=[], metavar="COMMAND", help=launcher_help)
     return parser
 
 
@@ -161,7 +159,7 @@ def _launcher_environment(launcher: Sequence[str]) -> dict[str, str]:
         ConfigError: its file cannot be read.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config_file", dest="accelerate_config", type=Path)
+    parser.add_argument("--config_file", dest="accelerate_config", type=path_argument)
     parser.add_argument("--num_processes", "--num-processes", type=_number)
     parser.add_argument("--num_machines", "--nnodes", type=_number)
     parser.add_argument("--nproc_per_node", "--nproc-per-node", "--num_gpus", type=_number)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetrainers.config.arguments import ArgumentParser
+from finetrainers.config.arguments import ArgumentParser, make_argument_type, path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.values import check_gpu
@@ -24,7 +24,7 @@ from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.process_state import environment_restored, planning
 
 from .estimate import add_launcher_options, checked_sizes, planned_environment, planned_for
-from .options import make_argument_type, positive_integer, read_run_config
+from .options import positive_integer, read_run_config
 
 if TYPE_CHECKING:
     from finetrainers.plan.preflight import ResolvedRun
@@ -79,7 +79,7 @@ def own_options() -> ArgumentParser:
     parser.add_argument(
         "--timed_steps", type=positive_integer, default=3, metavar="N", help="steps to time for each size [3]"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write all results as JSON")
+    parser.add_argument("--output", type=path_argument, metavar="FILE", help="also write all results as JSON")
     add_launcher_options(parser, "processes to estimate for [1, or the file's number]")
     return parser
 

@@ -7,9 +7,9 @@ import math
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetrainers.config.arguments import command_text, path_argument
 from finetrainers.utils import exit_codes
 from finetrainers.utils.launch import print_error
 from finetrainers.utils.text import duration, quoted
@@ -37,7 +37,7 @@ def add_sync(commands: Any) -> None:
     )
     about = "copy a run's checkpoints to another machine with rsync, for `watch`"
     sync = commands.add_parser("sync", **described(about, *examples, more=_MORE))
-    sync.add_argument("run_directory", type=Path, metavar="RUN", help="a run's --output_dir")
+    sync.add_argument("run_directory", type=path_argument, metavar="RUN", help="a run's --output_dir")
     sync.add_argument("target", metavar="TARGET", help="user@host:directory, or a directory")
     sync.add_argument(
         "--every", type=seconds, default=100.0, metavar="SECONDS", help="seconds between checks for checkpoints [100]"
@@ -48,7 +48,12 @@ def add_sync(commands: Any) -> None:
         action="store_true",
         help="delete checkpoints at the target that the run has deleted, except the best",
     )
-    sync.add_argument("--rsh", metavar="COMMAND", help="command that rsync connects with [ssh -o BatchMode=yes ...]")
+    sync.add_argument(
+        "--rsh",
+        type=command_text,
+        metavar="COMMAND",
+        help="command that rsync connects with [ssh -o BatchMode=yes ...]",
+    )
     sync.set_defaults(run=_sync, check=lambda arguments: _build_sync(arguments).problems())
 
 

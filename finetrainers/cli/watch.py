@@ -6,14 +6,14 @@ import gc
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.arguments import ArgumentParser
+from finetrainers.config.base import read_path
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.watch import WatchSection
 from finetrainers.utils import exit_codes
-from finetrainers.utils.device import use_expandable_segments
+from finetrainers.utils.device import configure_allocator
 from finetrainers.utils.launch import print_error
 from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.process_state import environment_restored, gc_paused
@@ -85,10 +85,12 @@ def _planned(argv: Sequence[str]) -> WatchPlan:
 
         try:
             use_device(arguments.options.device)
-            use_expandable_segments()
-            plan = plan_watch(Path(arguments.targets[0]), arguments.options, arguments.flags)
+            configure_allocator()
+            plan = plan_watch(read_path(arguments.targets[0]), arguments.options, arguments.flags)
         except ConfigError as error:
             problems += error.problems
+        except ValueError as error:
+            problems.append(Problem.from_error("RUN", error))
     elif not arguments.unclear:
         message = "requires one run directory: finetrainers watch runs/mystyle"
         problems.append(Problem("RUN", message, "invalid" if arguments.targets else "required"))

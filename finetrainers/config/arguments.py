@@ -4,18 +4,60 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from finetrainers.utils.failures import Kind
 from finetrainers.utils.logs import NOTES
 from finetrainers.utils.text import nearest, quoted, shortened
 
+from .base import read_path
 from .errors import ConfigError, Problem
+
+T = TypeVar("T")
 
 _NUMBER = re.compile(r"-\.?\d")
 _KINDS = {"float": "a number", "int": "a whole number"}
+
+
+def make_argument_type(read: Callable[[str], T]) -> Callable[[str], T]:
+    """Return a function that reads an argument with `read`, whose ValueError is the problem with it."""
+
+    def read_argument(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read_argument
+
+
+def read_command(text: str) -> list[str]:
+    """Return the words of a command that exists on this machine.
+
+    Raises:
+        ValueError: a quotation is not closed, or there is no such program.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"cannot split {shortened(quoted(text))} into words: {error}") from None
+    if not words:
+        raise ValueError("must not be empty; set a command, or remove the option")
+    if shutil.which(words[0]) is None:
+        raise ValueError(f"program {shortened(quoted(words[0]))} not found; install it, or use its full path")
+    return words
+
+
+#: Types of arguments that are commands: as words, and as text.
+command_argument = make_argument_type(read_command)
+command_text = make_argument_type(lambda text: shlex.join(read_command(text)))
+#: Type of arguments that are paths.
+path_argument = make_argument_type(read_path)
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -75,6 +117,10 @@ class ArgumentParser(argparse.ArgumentParser):
         finally:
             for action in self._required:
                 action.required = True
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Write help or the version; argparse itself ignores that a disk is full."""
+        (file or sys.stderr).write(message or "")
 
     def problems(self, unknown: Sequence[str]) -> list[Problem]:
         """Return the problems of the last command line, with unknown arguments first.

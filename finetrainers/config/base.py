@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
+
+from finetrainers.utils.text import is_encodable, shortened
 
 #: Largest number of any option that has no smaller bound; sizes computed from it still fit into 64 bits.
 LARGEST = 1e12
@@ -42,7 +45,7 @@ class Section(BaseModel):
             raise ValueError(f"must be a number, got {str(raw_value).lower()}")
         for number in numbers:
             if abs(number) > LARGEST and number not in (float("inf"), float("-inf")):
-                raise ValueError(f"must be at most {LARGEST:g}, got {number:g}")
+                raise ValueError(f"must be at most {LARGEST:g}, got {shortened(str(number), 40)}")
         for text in _flat(value):
             if isinstance(text, (str, Path)):
                 check_text(str(text))
@@ -70,10 +73,8 @@ def check_text(text: str) -> None:
     """
     if "\0" in text:
         raise ValueError(f"must not contain a NUL character: {text[:80]!r}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ValueError(f"must be UTF-8 text: {text[:80]!r}") from None
+    if not is_encodable(text):
+        raise ValueError(f"must be UTF-8 text: {text[:80]!r}")
 
 
 def expand_home(path: str) -> str:
@@ -94,4 +95,20 @@ def expand_home(path: str) -> str:
             f"is too long for a path: at most {_NAME_BYTES} bytes per name and {_PATH_BYTES} in all, got {longest} "
             f"and {len(path.encode('utf-8'))}"
         )
+    try:
+        Path(path).stat()
+    except OSError as error:  # most do not exist yet
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{path} is a symbolic link that leads back to itself; remove it") from None
     return path
+
+
+def read_path(text: str) -> Path:
+    """Return the path of an argument, with `~` expanded.
+
+    Raises:
+        ValueError: it is empty, or no file can have this path.
+    """
+    if not text.strip():
+        raise ValueError("must not be empty; use . for the working directory")
+    return Path(expand_home(text))

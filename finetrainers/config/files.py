@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
+from finetrainers.utils import reading
 from finetrainers.utils.text import nearest
 
 from .errors import ConfigError, Problem
@@ -37,19 +38,9 @@ def read_text(path: str | Path, *, option: str, others: Iterable[str] = ()) -> t
     """
     try:
         path = Path(check_place(str(path)))
-        content = path.read_bytes()
-    except ValueError as error:
-        raise ConfigError([Problem.from_error(option, error)]) from None
+        return path, reading.read_text(path)
     except FileNotFoundError:
         hint = nearest_file(Path(path)) or nearest(str(path), others, listed=0 if Path(path).suffix else 100)
         raise ConfigError([Problem(option, f"file not found: {path}{hint}", "not_found")]) from None
-    except OSError as error:
-        raise ConfigError([Problem(option, f"{path} cannot be read: {error.strerror}", "unreadable")]) from None
-    try:
-        return path, content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        kind = "UTF-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "not UTF-8"
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            [Problem(f"{path}:{line}", f"the file is {kind}; save it as UTF-8 text", "unreadable")]
-        ) from None
+    except ValueError as error:
+        raise ConfigError([Problem.from_error(option, error)]) from None

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from .arguments import ArgumentParser, format_arguments, near_flag, split_unknown
+from .arguments import ArgumentParser, format_arguments, near_flag, path_argument, split_unknown
 from .errors import ConfigError, Problem
 from .given import RawOptions
 from .help import TRAIN, Guide, help_text
@@ -35,7 +35,7 @@ def make_parser(prog: str, *, guide: Guide = TRAIN) -> ArgumentParser:
     """Return the parser of a training command, or of one with the same options."""
     parser = ArgumentParser(prog=prog, add_help=False)
     parser.add_argument("-h", "--help", action=_Help, guide=guide)
-    parser.add_argument("--config", type=Path)
+    parser.add_argument("--config", type=path_argument)
     parser.add_argument("--list_models", action="store_true")
     # Some launchers (`deepspeed`) add it to the command; they also set it in the environment, where it is read.
     parser.add_argument("--local_rank")

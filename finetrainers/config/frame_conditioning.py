@@ -137,7 +137,9 @@ def read_frame_conditioning(value: Any) -> Any:
         ValueError: all problems with them.
     """
     if isinstance(value, str) and value.strip().startswith("{"):
-        with suppress(ValueError, SyntaxError):  # a dict as a configuration in Python or JSON has it
+        with suppress(
+            ValueError, SyntaxError, MemoryError, RecursionError
+        ):  # a dict as a configuration in Python or JSON has it
             value = ast.literal_eval(value.strip())
     if isinstance(value, Mapping):
         pairs = [(str(name), share) for name, share in value.items()]

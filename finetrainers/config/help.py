@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetrainers.utils.packaged import SHARED, recipes
+from finetrainers.utils.reading import read_text
 
 from .errors import ConfigError, Problem
 from .methods import METHODS
@@ -30,7 +31,15 @@ All options are also listed in docs/reference/configuration.md."""
 _CONFIG = "TOML file of options, or the name of a recipe; --help recipes lists them."
 _WIDE = 40  # characters of choices above which they are not shown after the flag
 _LONG = 100  # characters of choices above which only the help of the option lists them
-_METAVARS = {"integer": "N", "number": "X", "path": "PATH", "size": "SIZE", "reward": "REWARD", "kinds": "KIND=P,..."}
+_METAVARS = {
+    "integer": "N",
+    "number": "X",
+    "path": "PATH",
+    "size": "SIZE",
+    "reward": "REWARD",
+    "kinds": "KIND=P,...",
+    "steps": "FIRST:LAST",
+}
 
 
 @dataclass(frozen=True)
@@ -141,7 +150,7 @@ def _recipes_text() -> str:
     width, columns = max(map(len, recipes()), default=0) + 2, shutil.get_terminal_size().columns
     lines = []
     for name, path in recipes().items():
-        head = path.read_text(encoding="utf-8").partition("\n\n")[0].replace("\n#", "").removeprefix("# ")
+        head = read_text(path).partition("\n\n")[0].replace("\n#", "").removeprefix("# ")
         title = f"  {name:<{width}}{re.split(r'[.](?= |$)', head, maxsplit=1)[0]}"
         lines.append(textwrap.fill(title, columns, subsequent_indent=" " * (width + 2)))
     return "\n".join([

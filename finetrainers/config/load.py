@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from pydantic import SecretStr, ValidationError
 
 from finetrainers.utils.logs import NOTES
 from finetrainers.utils.packaged import find_shared, recipes
+from finetrainers.utils.reading import TOMLDecodeError, parse_toml
 from finetrainers.utils.text import nearest
 
 from .dialects.aliases import FOREIGN, translate
@@ -29,11 +29,6 @@ from .methods import METHODS
 from .names import DEPENDENT, INSTEAD, SAME, VALUES, translate_dependent, translate_names, unknown_option
 from .presets import fill_preset
 from .root import OWN_TABLES, TrainConfig, belongs, fields, flat_name, former_names, has_table, sections, split_name
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 #: Lines of a TOML file: a part of a key, the header of a table, and a key with its value.
 _PART = r"""[\w-]+|"[^"]*"|'[^']*'"""
@@ -142,8 +137,8 @@ def read_toml(path: Path) -> tuple[Path, str, dict[str, Any]]:
             raise ConfigError([Problem("--config", f"{path} is a directory; {remedy}")])
     path, text = read_text(path, option="--config", others=recipes())
     try:
-        return path, text, tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return path, text, parse_toml(text)
+    except TOMLDecodeError as error:
         message = f"not valid TOML: {error}"
         if path.suffix.lower() == ".json" or text.lstrip().startswith("{"):
             message = "is JSON, and config files are TOML: write `rank = 64`; see docs/reference/configuration.md"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from finetrainers.utils.reading import parse_json, parse_toml
 from finetrainers.utils.text import quoted
 
 from .base import Section
@@ -18,12 +17,6 @@ from .errors import ConfigError, Problem, value_kind, value_message
 from .files import nearest_file, read_text
 from .sections import ValidationSection
 from .values import Place, VideoBucket, check_place
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 
 #: File formats of prompts that are read, and others, whose file names are never taken for prompts.
 _FORMATS = (".txt", ".jsonl", ".toml")
@@ -149,10 +142,10 @@ def _read_file(path: Path, *, option: str = "--validation_prompts") -> list[Vali
         return prompts
     try:
         if suffix == ".toml":
-            entries = tomllib.loads(text).get("prompts", [])
+            entries = parse_toml(text).get("prompts", [])
         else:
-            entries = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+            entries = [parse_json(line) for line in text.splitlines() if line.strip()]
+    except ValueError as error:
         raise ConfigError([Problem(str(path), f"cannot be read: {error}", "unreadable")]) from error
     if not entries or not isinstance(entries, list):
         raise ConfigError(

@@ -35,6 +35,7 @@ from .values import (
     Place,
     Resolution,
     Seconds,
+    StepRange,
     VideoBucket,
 )
 
@@ -522,9 +523,8 @@ class ValidationSection(Section):
     validation_inference_steps: int = option(50, "Denoising steps of a sample.", resume="free", ge=1, le=10_000)
     validation_guidance_scale: float | None = option(None, "Guidance scale of samples. The default is the model's, "
         "else the pipeline's.", resume="free", ge=0, le=1000)
-    validation_guidance_scale_2: float | None = option(None, "Guidance scale of the low-noise expert, where there are "
-        "two. The default is `validation_guidance_scale` if that is set, else the model's.", resume="free", ge=0,
-        le=1000)
+    validation_guidance_scale_2: float | None = option(None, "Guidance scale of the low-noise expert. The default is "
+        "`validation_guidance_scale` if that is set, else the model's.", resume="free", ge=0, le=1000)
     validation_negative_prompt: str | None = option(None, "Negative prompt of samples, for classifier-free guidance. "
         "The default is the model's, else an empty one.", resume="free")
     enable_model_cpu_offload: bool | None = option(None, "Sample with the model's components in host memory, each on "
@@ -538,8 +538,7 @@ class ValidationSection(Section):
     eval_reward: list[Reward] = option([], "Rewards that score samples of held-out prompts, as `reward` names them; "
         "they do not affect training. The default in reward finetuning is `reward`; other rewards reveal reward "
         "hacking.", resume="free", former_table="grpo")
-    eval_num_timesteps: int = option(5, "Number of fixed noise levels of the evaluation loss.", resume="free", ge=1,
-        le=100)
+    eval_num_timesteps: int = option(5, "Fixed noise levels of the evaluation loss.", resume="free", ge=1, le=100)
 
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
@@ -567,6 +566,8 @@ class RunSection(Section):
     tracker_name: str = option("finetrainers", "Project name at the tracker.", resume="unlisted")
     train_log: bool = option(False, "Also write console output, with timestamps, to `train.log` in `output_dir`. A "
         "resumed run appends to the file.", resume="free")
+    profile_steps: StepRange | None = option(None, "Profile these optimizer steps, FIRST:LAST, and write a trace, a "
+        "table of times and, on CUDA, a memory snapshot to `profile/` in `output_dir`.", resume="unlisted")
     logging_steps: int = option(1, "Log metrics every N optimizer steps, averaged over them.", resume="free", ge=1)
     export_formats: list[ExportFormat] = option([], "Additional formats of the result, written to `export/` in "
         "`output_dir`. `finetrainers export` writes them later.", resume="free")

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from .frame_conditioning import FrameKind
 from .rewards import RewardEntry
+from .values import Steps
 
 
 def is_list(field: FieldInfo) -> bool:
@@ -43,7 +44,9 @@ def kind(annotation: Any) -> str:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) is tuple:
         return {str: "text", FrameKind: "kinds"}.get(get_args(annotation)[0], "size")
-    return {int: "integer", float: "number", Path: "path", RewardEntry: "reward"}.get(annotation, "text")
+    return {int: "integer", float: "number", Path: "path", RewardEntry: "reward", Steps: "steps"}.get(
+        annotation, "text"
+    )
 
 
 def value_text(value: Any) -> str:

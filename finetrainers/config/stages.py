@@ -73,13 +73,13 @@ def read_stages(path: Path, flags: RawOptions) -> list[Stage]:
     """
     path, text, document = read_toml(path)
     tables = document.pop("stage", None)
-    if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
+    if not isinstance(tables, list) or not tables or not all(isinstance(table, Mapping) for table in tables):
         problem = Problem(
             str(path),
             "has no [[stage]] tables; use `finetrainers train --config` for a file of one configuration",
             "required",
         )
-        if tables is not None:
+        if tables:
             problem = Problem(str(path), "`stage` must be a list of tables; begin every stage by a line [[stage]]")
         raise ConfigError([problem])
     lines = _stage_lines(text)

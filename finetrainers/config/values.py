@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
@@ -16,12 +16,13 @@ from .base import expand_home
 
 #: Bounds of sizes: an hour of 24 frames per second, and a side that no video has. Arithmetic with sizes stays exact.
 MAX_FRAMES, MAX_SIDE = 100_000, 32_768
-_BUCKET = re.compile(r"^(\d+)x(\d+)x(\d+)$")
-_IMAGE_BUCKET = re.compile(r"^(\d+)x(\d+)$")
+_BUCKET = re.compile(r"^([0-9]+)x([0-9]+)x([0-9]+)$")
+_IMAGE_BUCKET = re.compile(r"^([0-9]+)x([0-9]+)$")
 _PART = re.compile(
     r"(?P<name>\w+)=(?P<place>.*?)(?:,(?P<dtype>fp32|bf16|fp16|float8_e4m3fn|float8_e5m2))?", flags=re.ASCII
 )
-_RESOLUTION = re.compile(r"^(\d+)(?:x(\d+))?$")
+_RESOLUTION = re.compile(r"^([0-9]+)(?:x([0-9]+))?$")
+_STEPS = re.compile(r"^([0-9]{1,12})(?::([0-9]{1,12}))?$")
 
 
 def _sizes(pattern: re.Pattern[str], form: str) -> Callable[[Any], Any]:
@@ -69,6 +70,30 @@ def _parse_resolution(value: Any) -> Any:
     """Return `512` or `"512"` (sides of a square) or `"512x768"` (height x width) as a tuple; pairs pass through."""
     sides = (value,) if isinstance(value, int) and not isinstance(value, bool) else _parse_sides(value)
     return sides * 2 if isinstance(sides, tuple) and len(sides) == 1 else sides
+
+
+class Steps(NamedTuple):
+    """The first and the last of consecutive steps."""
+
+    first: int
+    last: int
+
+
+def _parse_steps(value: Any) -> Any:
+    """Return `"3:5"`, or `3` for one step, as the first and the last step; pairs pass through."""
+    if isinstance(value, (str, int)) and not isinstance(value, bool):
+        match = _STEPS.fullmatch(str(value).strip())
+        if not match:
+            raise ValueError(f"must be FIRST:LAST, for example 3:5, got {shortened(quoted(str(value)))}")
+        value = int(match[1]), int(match[2] or match[1])
+    return value
+
+
+def _check_steps(steps: Steps) -> Steps:
+    """Return a range of steps, or raise ValueError if it is empty."""
+    if not 1 <= steps.first <= steps.last:
+        raise ValueError(f"must be two ascending steps from 1, got {steps.first}:{steps.last}")
+    return steps
 
 
 def _parse_number_or_auto(value: Any) -> Any:
@@ -239,6 +264,14 @@ Resolution = Annotated[
     AfterValidator(check_size),
     PlainSerializer(_resolution_text, return_type=str),
     WithJsonSchema({"type": ["string", "integer"], "pattern": _RESOLUTION.pattern}),
+]
+#: Consecutive optimizer steps.
+StepRange = Annotated[
+    Steps,
+    BeforeValidator(_parse_steps),
+    AfterValidator(_check_steps),
+    PlainSerializer(lambda steps: f"{steps.first}:{steps.last}", return_type=str),
+    WithJsonSchema({"type": ["string", "integer"], "pattern": _STEPS.pattern}),
 ]
 #: A further medium of clips, and its column.
 MediaColumn = Annotated[

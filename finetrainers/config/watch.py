@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError
 
+from finetrainers.utils.reading import TOMLDecodeError, parse_toml
 from finetrainers.utils.text import nearest, shortened
 
 from .base import Section
@@ -19,11 +19,6 @@ from .geometry import Geometry
 from .rewards import Reward, RewardEntry, options_text
 from .root import TrainConfig
 from .values import MAX_FRAMES, VideoBucket
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Size = tuple[int, int, int]
 #: The preset that samples as the run's validation does.
@@ -143,10 +138,10 @@ def _read_presets_file(path: Path, own: dict[str, Preset]) -> Iterator[Problem]:
     """Add the presets of a file, or yield the problems with it."""
     try:
         path, text = read_text(path, option="--presets_file")
-        tables = tomllib.loads(text).get("presets")
+        tables = parse_toml(text).get("presets")
     except ConfigError as error:
         yield from error.problems
-    except tomllib.TOMLDecodeError as error:
+    except TOMLDecodeError as error:
         yield Problem(str(path), f"cannot be read: {error}", "unreadable")
     else:
         if not isinstance(tables, Mapping) or not tables:

@@ -15,7 +15,7 @@ from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.draw.contact_sheet import Strip, contact_sheet
 from finetrainers.draw.curves import averaged, finish, points
-from finetrainers.utils.files import read_jsonl
+from finetrainers.utils.reading import read_jsonl, read_text
 
 if TYPE_CHECKING:
     from .measure import Measured
@@ -38,7 +38,7 @@ def clear(directory: Path, name: str, folders: Sequence[str]) -> None:
     if directory.is_file():
         raise ConfigError([Problem("directory", f"{directory} is a file; use a directory")])
     if directory.is_dir() and any(directory.iterdir()):
-        made_by = marker.read_text(encoding="utf-8").strip() if marker.is_file() else None
+        made_by = read_text(marker).strip() if marker.is_file() else None
         if made_by != name:
             message = f"{directory} holds other files; use an empty directory"
             raise ConfigError([Problem("directory", message, "occupied")])

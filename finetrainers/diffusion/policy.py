@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from finetrainers.utils.device import to_device
 from finetrainers.utils.failures import InputError
 
 from .process import Process, expand
@@ -46,7 +47,7 @@ class Transitions(NamedTuple):
 
     def at_steps(self, step: Tensor, device: torch.device) -> Transitions:
         """Return the coefficients of steps, one per clip, `[B]` fp32 on the device."""
-        return Transitions(*(c[step.cpu()].to(device, torch.float32) for c in self))
+        return Transitions(*(to_device(c[step.cpu()].float(), device) for c in self))
 
 
 def levels(process: Process, times: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ Process time `t` is sigma in [0, 1] for flow matching and an integer index into 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -86,6 +86,8 @@ class VariancePreserving:
     """v-prediction over a checkpoint's alpha-bar table; t is an integer index, `[B]`."""
 
     alphas_cumprod: Tensor
+    #: The table in fp32 by device: every loss needs it.
+    _placed: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     is_flow = False
 
@@ -95,7 +97,9 @@ class VariancePreserving:
         return (u * n).floor().clamp(0, n - 1).long()
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        abar = self.alphas_cumprod.to(t.device, torch.float32)[t]
+        if t.device not in self._placed:
+            self._placed[t.device] = self.alphas_cumprod.to(t.device, torch.float32)
+        abar = self._placed[t.device][t]
         return abar.sqrt(), (1.0 - abar).sqrt()
 
     def add_noise(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:

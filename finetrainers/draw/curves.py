@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,11 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from finetrainers.utils.failures import InputError
-from finetrainers.utils.files import read_jsonl
+from finetrainers.utils.reading import read_jsonl
 
 Record = Mapping[str, Any]
 Records = Sequence[Record]
 Points = tuple[list[float], list[float]]
+#: Numbers of records are smaller; differences and powers of edited ones would be infinite.
+LARGEST = 1e100
 _REACH = 5  # maximum records to either side of a moving average
 _LONG = 100  # with more records than five times this, a moving average covers 1 / _LONG of them to either side
 _COLUMNS = 2
@@ -237,7 +238,10 @@ _OTHERS = [
         Panel("Time per step", ("step_s", "seconds/", "waiting_s", "checkpoint_s"), unit="s", labels=_SECONDS),
     ),
     ("speed", Panel("Throughput", ("tokens_per_s",), unit="tokens/s")),
-    ("speed", Panel("Model FLOPs utilization (MFU)", ("mfu",), unit="share of peak")),
+    (
+        "speed",
+        Panel("Model FLOPs utilization (MFU)", ("mfu",), unit="share of peak; attention backward = 2.5 x forward"),
+    ),
     (
         "hardware",
         Panel("GPU power", ("gpu_power_w", f"gpu_power_w{OF_A_RANK}"), unit="W", labels={"gpu_power_w": "mean"}),
@@ -360,8 +364,8 @@ def spread_of(name: str) -> str:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a record's value is a finite number."""
-    return isinstance(value, int | float) and math.isfinite(value)
+    """Return whether a record's value is a number that can be drawn: finite, and far from the largest float."""
+    return isinstance(value, int | float) and -LARGEST < value < LARGEST
 
 
 def _plot(axes: Any, records: Records, panel: Panel, name: str) -> None:

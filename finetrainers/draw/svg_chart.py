@@ -120,7 +120,8 @@ class _Axes:
         self.is_log = chart.is_log
         self.low_x, self.high_x = min(xs), max(xs)
         if self.low_x == self.high_x:
-            self.low_x, self.high_x = self.low_x - 1, self.high_x + 1
+            margin = max(1, 1e-9 * abs(self.low_x))  # adding 1 does not change a large number
+            self.low_x, self.high_x = self.low_x - margin, self.high_x + margin
         low, high = self._scale(min(ys)), self._scale(max(ys))
         pad = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
         # The axis of nonnegative values ends at 0 if they come near it.

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .activation_plan import IN_FLIGHT, LAST
+from .page_locked import page_locked_buffer
 
 #: Slots begin at multiples of this, as in memory that CUDA allocates.
 _ALIGNMENT = 256
@@ -97,19 +98,13 @@ class Arena:
             if self._pinned:
                 torch.cuda.synchronize()  # a copy may still read the old pieces
             self._pieces, self._free, self.num_bytes = [], [], 0
-        self._pieces.append(_host_memory(size, self._device, pinned=self._pinned))
+        if self._pinned:
+            piece = page_locked_buffer(size, "offloaded activations")
+        else:
+            piece = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._pieces.append(piece)
         self._free.append((len(self._pieces) - 1, 0, size))
         self.num_bytes += size
-
-
-def _host_memory(size: int, device: str, *, pinned: bool) -> Tensor:
-    """Return bytes in host memory. PyTorch rounds its pinned memory up to a power of two, by half on average."""
-    memory = torch.empty(size, dtype=torch.uint8, device=device)
-    if pinned:
-        cudart = torch.cuda.cudart()
-        torch.cuda.check_error(int(cudart.cudaHostRegister(memory.data_ptr(), size, 0)))
-        weakref.finalize(memory.untyped_storage(), cudart.cudaHostUnregister, memory.data_ptr())
-    return memory
 
 
 class _Copies:

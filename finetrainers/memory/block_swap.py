@@ -17,7 +17,6 @@ forward pass. torchao offloads optimizers, not weights.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .page_locked import page_locked_buffer
 from .swap_plan import NUM_SLOTS, chosen_blocks
 
 #: Alignment of weights in a buffer, in bytes, as in memory that CUDA allocates.
@@ -204,9 +204,10 @@ class _Layout:
 
     def packed(self, *, pinned: bool) -> Tensor:
         """Return one host buffer with all weights."""
-        master = torch.empty(self.size, dtype=torch.uint8)
         if pinned:
-            _pin(master)
+            master = page_locked_buffer(self.size, "swapped blocks")
+        else:
+            master = torch.empty(self.size, dtype=torch.uint8)
         for leaf, start in self._places:
             _view(master, start, leaf).copy_(leaf)
         return master
@@ -246,21 +247,6 @@ def _rebuilt(tensor: Tensor, leaves: Iterator[Tensor]) -> Tensor:
     names, context = tensor.__tensor_flatten__()
     inner = {name: _rebuilt(getattr(tensor, name), leaves) for name in names}
     return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
-
-
-def _pin(buffer: Tensor) -> None:
-    """Pin memory in place. `pin_memory` would round each buffer up to a power of two, up to twice the host memory."""
-    from torch.cuda._pin_memory_utils import pin_memory
-
-    pin_memory(buffer.data_ptr(), buffer.nbytes)
-    weakref.finalize(buffer, _unpin, buffer.data_ptr()).atexit = False
-
-
-def _unpin(address: int) -> None:
-    from torch.cuda._pin_memory_utils import unpin_memory
-
-    torch.cuda.synchronize()  # a copy may be on its way
-    unpin_memory(address)
 
 
 def _stay_when_moved(network: nn.Module, swap: BlockSwap, device: torch.device) -> None:

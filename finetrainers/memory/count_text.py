@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
 from finetrainers.utils.device import meta_device
+from finetrainers.utils.reading import parse_json
 
 from .count import LiveStorages, StepShape, fake_weights
 
@@ -46,7 +47,7 @@ def text_working_bytes(spec: ModelSpec, part: str, *, batch: int) -> float:
 @lru_cache(maxsize=64)
 def _count(cls: Any, settings: str, tokens: int, keeps_layers: bool, batch: int, dtype: torch.dtype) -> float:
     """Count with two layers, and with three if the states of all layers are kept: each further layer adds as much."""
-    config = json.loads(settings)
+    config = parse_json(settings)
     depth = next((config[name] for name in _DEPTHS if name in config), 2)
 
     def count(layers: int) -> float:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from finetrainers.utils.device import page_locked_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,6 +58,21 @@ class NetworkWeights:
 
         key = ("quantized", kind, skip, width)
         return self.once(key, lambda: bytes_saved(self.network, kind, skip=skip, width=width))
+
+    def page_locked_bytes(self, width: float, *, shards: float = 1, trained: bool = False) -> float:
+        """Return the bytes of page-locked copies of the weights, or of the trained ones, each allocated by torch.
+
+        Args:
+            width: bytes of a number.
+            shards: processes that share each weight.
+            trained: whether only trained weights are copied.
+        """
+
+        def find() -> float:
+            weights = (p for p in self.all if p.requires_grad or not trained)
+            return float(sum(page_locked_bytes(math.ceil(width * p.numel() / shards)) for p in weights))
+
+        return self.once(("page-locked", width, shards, trained), find)
 
     def once(self, key: Hashable, find: Callable[[], T]) -> T:
         """Return the value for this key, computed once; only the network and the key may decide it."""

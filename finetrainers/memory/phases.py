@@ -197,6 +197,13 @@ def _largest(*moments: Mapping[str, float]) -> Mapping[str, float]:
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
+def _loaded_width(config: TrainConfig) -> float:
+    """Return the bytes of a number of the network as it is read into host memory."""
+    if config.training.training_type == "full-finetune":
+        return 4 if config.training.master_weights == "fp32" else 2
+    return DTYPE_BYTES[config.model.transformer_dtype]
+
+
 class _Phases:
     """The parts of each phase."""
 
@@ -243,11 +250,10 @@ class _Phases:
         rest = (*self.weights, _SLOTS, "optimizer state", "moving average", "gradient buffers", "copies of the policy")
         self.persistent_bytes = {**self.stays, **{name: self.step[name] for name in rest}}
         self.trained = around.trained
-        self.largest = around.weights.largest if around.weights is not None else 0
-        is_full = config.training.training_type == "full-finetune"
-        width = 4 if is_full and config.training.master_weights == "fp32" else 2
+        self.network = around.weights or NetworkWeights(transformer, spec)
+        self.largest = self.network.largest
         #: Bytes of the network as it is read into host memory.
-        self.loaded = float(around.total * (width if is_full else DTYPE_BYTES[config.model.transformer_dtype]))
+        self.loaded = around.total * _loaded_width(config)
         self.width = spec.width(transformer)
         self.zero = around.split.zero_stage > 0
 
@@ -443,9 +449,11 @@ class _Phases:
             )  # fmt: skip
         else:
             if split.weights_on_host:
-                num_bytes += self.loaded / split.weights + 4.0 * self.trained / split.gradients
+                num_bytes += self.network.page_locked_bytes(_loaded_width(config), shards=split.weights)
+                num_bytes += self.network.page_locked_bytes(4.0, shards=split.gradients, trained=True)
             if split.optimizer_on_host:
                 num_bytes += self.trained * optimizer_state_bytes(config) / split.optimizer
         if config.optimizer.use_cpu_offload_optimizer:
-            num_bytes += self.trained * (optimizer_state_bytes(config) + 8)  # weights and gradients in fp32
+            num_bytes += self.trained * optimizer_state_bytes(config)
+            num_bytes += 2 * self.network.page_locked_bytes(4.0, trained=True)  # weights and gradients in fp32
         return num_bytes

@@ -21,6 +21,7 @@ from finetrainers.config.frame_conditioning import draw_frames, select_condition
 from finetrainers.data.loading.training_data import TrainingData
 from finetrainers.diffusion.timesteps import NoiseLevels
 from finetrainers.models.spec import Batch, VideoMeta
+from finetrainers.utils.device import to_device
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.seeding import derive_seed, generator
 
@@ -239,7 +240,7 @@ class SFT:
         if quantile is None:
             num_tokens = round(x0[0, 0].numel() * self.tokens_per_latent)
             draws = [self.noise_levels.sample(generators, num_tokens) for _ in range(math.prod(frames))]
-            quantiles = (torch.stack(draws, dim=1) if frames else draws[0]).to(x0.device)
+            quantiles = to_device(torch.stack(draws, dim=1) if frames else draws[0], x0.device)
         else:
             quantiles = self.noise_levels.map_to_range(torch.full((len(x0), *frames), quantile, device=x0.device))
         return self.process.time_from_quantile(quantiles)

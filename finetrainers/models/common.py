@@ -111,23 +111,37 @@ def load_frozen(classes: Mapping[str, Any], config: ModelSection, parts: Iterabl
 
 
 def on_meta(cls: Any, config: ModelSection, part: str) -> nn.Module:
-    """Build a diffusers network without weights, on the meta device."""
-    with meta_device():
-        return cls.from_config(load_part(cls.load_config, config, part))
+    """Build a diffusers network without weights, on the meta device.
+
+    Raises:
+        ConfigError: no network can be built from the config.
+    """
+    settings = load_part(cls.load_config, config, part)
+    try:
+        with meta_device():
+            return cls.from_config(settings)
+    except Exception as error:  # of any class, which depends on the value
+        message = f"the config of the {part} is not a valid {cls.__name__} config: {type(error).__name__}: {error}"
+        raise ConfigError([Problem(source_option(config, part), message)]) from error
 
 
 def load_scheduler(config: ModelSection) -> Any:
     """Load the checkpoint's own scheduler, of the class that its config names."""
     # Any scheduler class reads the file; which one it describes is in `_class_name`.
     raw = load_part(FlowMatchEulerDiscreteScheduler.load_config, config, "scheduler")
-    cls = getattr(diffusers, raw["_class_name"], None)
+    cls = getattr(diffusers, str(raw.get("_class_name")), None)
     if cls is None:
         raise InputError(
-            f"the scheduler of {config.pretrained_model_name_or_path} is a {raw['_class_name']}, which the installed "
-            f"diffusers {diffusers.__version__} does not have; update diffusers.",
+            f"the scheduler of {config.pretrained_model_name_or_path} is a {raw.get('_class_name')}, which the "
+            f"installed diffusers {diffusers.__version__} does not have; update diffusers.",
             "not_installed",
         )
-    return cls.from_config(raw)
+    try:
+        return cls.from_config(raw)
+    except Exception as error:  # of any class, which depends on the value
+        place = config.pretrained_model_name_or_path
+        message = f"the scheduler of {place} is not a valid {cls.__name__} config: {type(error).__name__}: {error}"
+        raise InputError(message) from None
 
 
 def build_pipeline(cls: Any, parts: Mapping[str, Any], *, settings: Mapping[str, Any] | None = None) -> Any:

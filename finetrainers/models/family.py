@@ -13,6 +13,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Configs, Facts, Read
 from finetrainers.config.sections import ModelSection
 from finetrainers.utils.addresses import resolve, same_name
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.packaged import model_path
 from finetrainers.utils.registry import Registry
 
@@ -95,13 +96,19 @@ class Family:
         for section in (config, config.for_estimate()):
             configs = read_configs(section, self.facts.parts)
             if {"vae", trained_part(config)} <= configs.keys() and not self._foreign_classes(config, configs):
-                return self.read(configs).of_expert(config.expert)
+                return self._read_facts(configs).of_expert(config.expert)
         return self.facts
+
+    def _read_facts(self, configs: Configs) -> Facts:
+        try:
+            return self.read(configs)
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # values of other types
+            raise InputError(f"the configs of the checkpoint are not those of a {self.name}: {error!r}") from error
 
     def trains(self, config: ModelSection) -> bool:
         """Return whether the family trains the configured checkpoint; families may share a class of transformer."""
         try:
-            self.read(read_configs(config, self.facts.parts))
+            self._read_facts(read_configs(config, self.facts.parts))
         except ValueError:
             return len([family for family in families().values() if family.transformer == self.transformer]) == 1
         return True
@@ -148,7 +155,7 @@ class Family:
             )
         else:
             try:
-                self.read(configs)
+                self._read_facts(configs)
             except ValueError as error:
                 yield Problem.from_error(source_option(config, trained), error)
         predicted = transformer.get("out_channels") or transformer.get("in_channels")

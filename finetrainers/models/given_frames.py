@@ -11,6 +11,8 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
+from finetrainers.utils.device import to_device
+
 from .batch import Batch, SampleRequest, VAEStats, VideoMeta
 from .pixels import FIRST_FRAME, MOMENTS
 
@@ -29,7 +31,7 @@ def condition_batch(
         trained = torch.ones(len(batch), x0.shape[2])  # on the host, since a list as an index waits for the device
         for row, indexes in enumerate(frames):
             trained[row, list(indexes)] = 0.0
-        return meta, trained.to(x0.device)
+        return meta, to_device(trained, x0.device)
     return meta, None
 
 
@@ -40,14 +42,14 @@ def _on_channels(spec: Any, batch: Batch, frames: Sequence[Collection[int]], vae
     """
     assert FIRST_FRAME in batch.clip, "this model takes a first frame; the loader must encode it"
     first = spec.latents(batch.clip[FIRST_FRAME], None, vae_stats)
-    has_first = torch.tensor([0 in indexes for indexes in frames], device=first.device).view(-1, 1, 1, 1, 1)
+    has_first = to_device(torch.tensor([0 in indexes for indexes in frames]), first.device).view(-1, 1, 1, 1, 1)
     further = [[index for index in indexes if index > 0] for indexes in frames]
     if not any(further):
         return {"first_frame": first * has_first}
     is_given = torch.zeros(len(batch), batch.latent_size[0])
     for row, indexes in enumerate(further):
         is_given[row, indexes] = 1.0
-    latents = spec.latents(batch.moments, None, vae_stats) * is_given.to(first.device)[:, None, :, None, None]
+    latents = spec.latents(batch.moments, None, vae_stats) * to_device(is_given, first.device)[:, None, :, None, None]
     return {"first_frame": first * has_first, "further_frames": spec.padded(latents)}
 
 

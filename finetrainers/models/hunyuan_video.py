@@ -26,12 +26,13 @@ from transformers import CLIPTextModel, CLIPTokenizer, LlamaModel, LlamaTokenize
 from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Activations
 from finetrainers.utils.failures import InputError
+from finetrainers.utils.reading import read_json_object
 
 from . import common, hunyuan_image_text
 from .batch import ModelComponents, PromptEmbeds, VAEStats, VideoMeta
 from .common import input_dtype
 from .compiling import unwrap
-from .files.files import folder_on_disk, read_configs, read_json, source_option
+from .files.files import folder_on_disk, read_configs, source_option
 from .flops import AttentionSpec
 from .spec import ModelSpec
 from .split.attention import AttentionFn, set_processors
@@ -189,7 +190,7 @@ class HunyuanVideoSpec(ModelSpec):
         problems, warnings = super().examine()
         folder = folder_on_disk(self.config, "tokenizer")
         path = None if folder is None else folder / "tokenizer_config.json"
-        settings = read_json(path) if path is not None and path.is_file() else {"padding_side": "right"}
+        settings = read_json_object(path) if path is not None and path.is_file() else {"padding_side": "right"}
         if settings.get("padding_side", LlamaTokenizerFast.padding_side) != "right":
             problems.append(Problem(source_option(self.config, "tokenizer"), _PADS_LEFT, "unsupported"))
         return problems, warnings

@@ -13,6 +13,8 @@ from pathlib import Path
 from finetrainers.config.facts import Facts, is_network
 from finetrainers.config.sections import AUTO, ModelSection
 from finetrainers.utils.addresses import resolve
+from finetrainers.utils.files import open_regular
+from finetrainers.utils.reading import read_json_object
 
 from .families import FAMILIES as OWN_FAMILIES
 from .family import FAMILIES, Family, families, register_model
@@ -20,7 +22,6 @@ from .files.files import (
     folder_on_disk,
     is_hub_id,
     part_config,
-    read_json,
     replacement_source,
     single_file,
     trained_part,
@@ -201,7 +202,7 @@ def _weights_digest(config: ModelSection, part: str) -> str | None:
         path for path in sorted(folder.iterdir()) if (match := _WEIGHTS.fullmatch(path.name)) and match[1] == variant
     ]
     for index in folder.glob("*.index.json"):
-        listed = set(read_json(index)["weight_map"].values())
+        listed = set(read_json_object(index)["weight_map"].values())
         if not all((folder / name).is_file() for name in listed):
             return None
     return files_digest(files) if files else None
@@ -212,7 +213,7 @@ def files_digest(files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             digest.update(f"{path.name} {size} ".encode() + file.read(_ENDS))
             file.seek(max(0, size - _ENDS))
             digest.update(file.read(_ENDS))

@@ -11,6 +11,7 @@ from diffusers import ModelMixin
 
 from finetrainers.config.sections import ModelSection
 from finetrainers.utils.device import meta_device
+from finetrainers.utils.reading import parse_json
 
 from .common import DTYPES
 from .files.files import frozen_dtype
@@ -36,7 +37,7 @@ def num_weights(spec: Any, part: str) -> int | None:
 @lru_cache(maxsize=32)
 def _count_parameters(cls: Any, config_json: str) -> int:
     """Count the parameters of a network of this class and config; cached, since many estimates need the same."""
-    config = json.loads(config_json)
+    config = parse_json(config_json)
     with meta_device():
         is_diffusers = issubclass(cls, ModelMixin)
         network = cls.from_config(config) if is_diffusers else cls(cls.config_class.from_dict(config))

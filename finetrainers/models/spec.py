@@ -154,9 +154,9 @@ class ModelSpec(PretrainedModel):
         """Compile the network's blocks; see `compile_blocks`."""
         compile_blocks(self.block_modules(network), num_sizes=num_sizes, text_varies=self.text_varies)
 
-    def check_attention(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Refuse an attention backend that does not work on a device; see `check_backend`."""
-        check_attention(self, device, dtype)
+    def check_attention(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Return the attention backend, that of the kernel of `auto`; refuse one that fails; see `check_backend`."""
+        return check_attention(self, device, dtype)
 
     def split_tokens(self, network: nn.Module, group: Any, mode: SpMode = "ulysses") -> None:
         """Split each call of the network over a group, or not if it is None; in place, after a LoRA is attached."""

@@ -23,6 +23,7 @@ from transformers import CLIPImageProcessor, CLIPVisionModel, T5TokenizerFast, U
 
 from finetrainers.config.facts import Activations
 from finetrainers.diffusion.schedule import sampling_times
+from finetrainers.utils.device import to_device
 from finetrainers.utils.failures import InputError
 
 from . import common, given_frames
@@ -321,7 +322,7 @@ class WanSpec(ModelSpec):
         if self.facts.first_frame != "channels":
             return meta, trained
         latents, geometry = meta.extra["first_frame"], self.facts.geometry
-        is_given = latents.new_tensor([0 in indexes for indexes in frames])
+        is_given = to_device(torch.tensor([0 in indexes for indexes in frames], dtype=latents.dtype), latents.device)
         mask = latents.new_zeros(len(latents), geometry.temporal, *latents.shape[2:])
         mask[:, :, 0] = 1.0
         if self.facts.last_frame:

@@ -8,17 +8,20 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from finetrainers.config.facts import Facts, LoRASettings
-from finetrainers.config.root import DATA, FAMILY, MEMORY, RUN, TrainConfig, by_current_names, fields
+from finetrainers.config.root import DATA, FAMILY, MEMORY, RUN, TrainConfig, by_current_names, fields, sections
 from finetrainers.memory.advice import MEMORY_OPTIONS
 from finetrainers.memory.automatic import ACTIVATION_OPTIONS, EXACT_CHOICES
 from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import TrainingSet
 from finetrainers.rundir.find import read_state
-from finetrainers.rundir.manifest import read_manifest
-from finetrainers.utils.files import read_jsonl
+from finetrainers.rundir.manifest import MANIFEST, read_manifest
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.launch import launched_processes
-from finetrainers.utils.text import listed
+from finetrainers.utils.reading import read_jsonl
+from finetrainers.utils.text import listed, printable, shortened
 
 from .initial_weights import InitialWeights
 
@@ -58,7 +61,7 @@ def take_from_run(config: TrainConfig, checkpoint: Path) -> TrainConfig:
     )
     values = {name: stored[name] for name in names if name in stored and not config.is_given(name)}
     chosen = {name: sources.get(name, RUN) for name, value in values.items() if value != fields()[name].default}
-    config = config.without_chosen(list(config.chosen)).with_chosen(values, chosen)
+    config = config.without_chosen(list(config.chosen)).with_chosen(_validated(values), chosen)
     config = _take_memory_options(config, stored, sources)
     if config.data.dataset is not None:
         buckets = _read_dataset_buckets(checkpoint.resolve().parents[1] / "manifest.jsonl")
@@ -96,13 +99,32 @@ def _take_memory_options(config: TrainConfig, stored: Mapping[str, Any], sources
     if "fit_gpu" in names:
         values.setdefault("fit_gpu", False)
     changed = {name: value for name, value in values.items() if value != fields()[name].default}
-    return config.with_chosen(by_budget, MEMORY).with_chosen(changed, RUN)
+    return config.with_chosen(_validated(by_budget), MEMORY).with_chosen(_validated(changed), RUN)
+
+
+def _validated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of a manifest, by flat name, as a configuration has them.
+
+    Raises:
+        InputError: a value is not valid: the manifest has been edited, or belongs to another version.
+    """
+    validated = dict(values)
+    for name, value in values.items():
+        key = fields()[name].key
+        try:
+            validated[name] = getattr(sections()[fields()[name].section].model_validate({key: value}), key)
+        except ValidationError as error:  # or of required options of the table, which are not here
+            problems = [problem["msg"] for problem in error.errors() if problem["loc"][:1] == (key,)]
+            if problems:
+                text = shortened(printable(repr(value)), 60)
+                raise InputError(f"{MANIFEST}: {name} is {text}: {problems[0]}", "unreadable") from None
+    return validated
 
 
 def memory_choices(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the memory options that the run of a checkpoint has chosen by itself, with the same results."""
     stored, sources = manifest.get("config") or {}, manifest.get("chosen") or {}
-    return {name: stored.get(name) for name in EXACT_CHOICES if sources.get(name) == MEMORY}
+    return _validated({name: stored[name] for name in EXACT_CHOICES if sources.get(name) == MEMORY and name in stored})
 
 
 def _read_sizes(checkpoint: Path, *, has_areas: bool) -> dict[str, Any]:
@@ -111,10 +133,13 @@ def _read_sizes(checkpoint: Path, *, has_areas: bool) -> dict[str, Any]:
     They are the buckets, or with `--resolutions` the lengths.
     """
     critical = read_state(checkpoint)["critical"]
-    headings, *rows = critical.get("data_table") or [[]]
-    if headings[:1] != ["bucket"] or any(critical.get(name) for name in _SIZING):
-        return {}
-    buckets = [tuple(map(int, row[0].split("x"))) for row in rows]
+    try:
+        headings, *rows = critical.get("data_table") or [[]]
+        if headings[:1] != ["bucket"] or any(critical.get(name) for name in _SIZING):
+            return {}
+        buckets = [tuple(map(int, row[0].split("x"))) for row in rows]
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise InputError(f"{checkpoint}: its table of buckets cannot be read: {error}", "unreadable") from None
     videos = [bucket for bucket in buckets if bucket[0] > 1]
     images = [bucket[1:] for bucket in buckets if bucket[0] == 1]
     if has_areas:  # images have every area by themselves

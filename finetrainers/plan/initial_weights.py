@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from finetrainers.config.base import expand_home
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.facts import Facts
 from finetrainers.config.load import load_config
@@ -21,8 +21,9 @@ from finetrainers.rundir.find import checkpoints_dir, find_checkpoint
 from finetrainers.rundir.manifest import MANIFEST, damage
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.files import file_sha256
-from finetrainers.utils.headers import read_header
+from finetrainers.utils.headers import adapter_metadata, check_adapter_settings, read_header
 from finetrainers.utils.packaged import model_path
+from finetrainers.utils.reading import MAX_RECORDS, expect, read_json_object
 from finetrainers.utils.text import plural
 
 #: Name under which diffusers looks for a LoRA in a folder.
@@ -62,7 +63,7 @@ def find_initial_weights(source: str) -> InitialWeights:
     Raises:
         ValueError: training cannot start from it; the message lists what may be given.
     """
-    path = Path(model_path(source)).expanduser()
+    path = Path(expand_home(model_path(source)))
     if path.is_file():
         return _find_in_file(source, path)
     if not path.is_dir():
@@ -150,8 +151,9 @@ def _find_in_checkpoint(source: str, path: Path) -> InitialWeights:
     weights = _find_in_folder(source, path)
     if weights is None:
         raise InputError(f"the checkpoint {path} holds no weights", "not_found")
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    return replace(weights, model_name=state.get("critical", {}).get("model_name"))
+    state = read_json_object(path / "state.json", limit=MAX_RECORDS)  # in any format: the weights do not depend on it
+    critical = expect(state.get("critical", {}), dict, f"{path / 'state.json'}: critical")
+    return replace(weights, model_name=critical.get("model_name"))
 
 
 def _find_in_folder(source: str, path: Path) -> InitialWeights | None:
@@ -193,9 +195,9 @@ def read_lora_header(path: Path) -> tuple[Mapping[str, tuple[int, ...]], dict[st
     header = read_header(path)
     if kind_of(header.shapes) == "peft":
         config = path.with_name(PEFT_CONFIG)
-        settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        settings = check_adapter_settings(read_json_object(config), str(config)) if config.is_file() else {}
         return {name.removeprefix(PREFIXES["peft"]): shape for name, shape in header.shapes.items()}, settings
-    stored = json.loads(header.metadata.get("lora_adapter_metadata", "{}"))
+    stored = adapter_metadata(path, header)
     return header.shapes, {strip_component(k): v for k, v in stored.items() if strip_component(k) != k}
 
 

@@ -10,7 +10,8 @@ from finetrainers.models.registry import files_digest
 from finetrainers.rundir.find import checkpoints_dir, step_of
 from finetrainers.rundir.identity import read_identity
 from finetrainers.rundir.manifest import MANIFEST, seal_of
-from finetrainers.utils.files import read_jsonl
+from finetrainers.utils.files import names_existing
+from finetrainers.utils.reading import read_jsonl
 
 from .initial_weights import InitialWeights
 
@@ -82,10 +83,11 @@ def began_from(run: Path) -> Mapping[str, Any] | None:
 def ancestors(run: Path) -> Sequence[Mapping[str, Any]]:
     """Return the origin of a run, the origin of that run, and so on, as far as their directories exist."""
     origins: list[Mapping[str, Any]] = []
-    folder: str | Path | None = run
-    while folder is not None and len(origins) < _MAX_RUNS and (origin := began_from(Path(folder))) is not None:
+    folder: Path | None = run
+    while folder is not None and len(origins) < _MAX_RUNS and (origin := began_from(folder)) is not None:
         origins.append(origin)
-        folder = None if _has_other_run(origin) else origin.get("run")
+        source = str(origin.get("run"))
+        folder = Path(source) if names_existing(source, folder=True) and not _has_other_run(origin) else None
     return origins
 
 

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from finetrainers.config.root import TrainConfig, fields, sections
 from finetrainers.config.values import split_part
 from finetrainers.rundir.find import checkpoints_dir, step_of
 from finetrainers.rundir.identity import IDENTITY, Identity, read_identity
 from finetrainers.rundir.manifest import read_manifest
-from finetrainers.utils.files import open_regular, read_jsonl
+from finetrainers.utils.files import open_regular
+from finetrainers.utils.reading import find_json_object, read_jsonl, read_toml
 from finetrainers.utils.text import listed, plural, printable
 
 from .initial_weights import INITIAL_LORA, LORA_FILE
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 CONFIG = "config.toml"
 #: Options that name weights of the model.
@@ -36,7 +30,9 @@ _BEFORE_RECORDS = frozenset(
 _RECORDS = frozenset(
     (IDENTITY, CONFIG, "env.json", "README.md", "report.html", "metrics.jsonl", "events.jsonl", "manifest.jsonl")
 ) | frozenset(("dataset.toml", "curves.png", "rollouts.png", "vq_reward.txt", "mq_reward.txt"))
-_FOLDERS = frozenset(("checkpoints", "samples", "rollouts", "pairs", "export", "watch", "videos", INITIAL_LORA))
+_FOLDERS = frozenset(
+    ("checkpoints", "samples", "rollouts", "pairs", "export", "watch", "videos", "profile", INITIAL_LORA)
+)
 #: Files that a launcher, a scheduler or a shell writes next to a run that it starts, and configuration files.
 _SUFFIXES_BESIDE = (".log", ".out", ".err", ".toml")
 #: A file in an exported folder that names its run and the other files of the export.
@@ -48,7 +44,7 @@ _MAX_NAMES = 6
 
 def is_run(directory: Path) -> bool:
     """Return whether a directory is that of a run of any version, even if only a part of it was copied."""
-    packages = _read_json(directory / "env.json").get("packages")
+    packages = find_json_object(directory / "env.json").get("packages")
     return (
         read_identity(directory) is not None
         or _has_checkpoint(directory)
@@ -75,19 +71,12 @@ def _has_events(path: Path) -> bool:
     return any(record.get("event") == "start" and "step" in record for record in records[:1])
 
 
-def _read_json(path: Path, load: Callable[[BinaryIO], Any] = json.load) -> Mapping[str, Any]:
-    """Return the JSON object in a file, or the content that `load` reads; empty if there is none."""
-    try:
-        with open_regular(path) as file:
-            content = load(file)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _is_resolved_config(path: Path) -> bool:
     """Return whether a run wrote a configuration: it names most options. People copy it to start another run."""
-    document = _read_json(path, tomllib.load)
+    try:
+        document = read_toml(path)
+    except ValueError:
+        return False
     tables = [table for name, table in document.items() if name in sections() and isinstance(table, dict)]
     return sum(map(len, tables)) > len(fields()) // 3
 
@@ -215,7 +204,7 @@ def page_problem(path: Path) -> str | None:
 
 def json_problem(path: Path, *keys: str) -> str | None:
     """Return the problem that a JSON object with these keys would replace another file, or None."""
-    return _file_problem(path, is_ours=set(keys) <= _read_json(path).keys())
+    return _file_problem(path, is_ours=set(keys) <= find_json_object(path).keys())
 
 
 def _file_problem(path: Path, *, is_ours: bool) -> str | None:
@@ -242,7 +231,7 @@ def export_problem(folder: Path, *, trained: str, identity: Identity | None) -> 
     """
     if not folder.is_dir():
         return None
-    record = _read_json(folder / EXPORTED)
+    record = find_json_object(folder / EXPORTED)
     run = record.get("run")
     if run is not None and identity is not None and run != identity.run:
         return f"{folder} holds an export of another run, which would be lost; remove it, or set another --output_dir"

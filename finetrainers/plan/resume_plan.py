@@ -455,7 +455,7 @@ def _rate_change(
     """Yield a warning if another number of steps moves the run on its learning rate schedule."""
     then, now = (manifest.get("config") or {}).get("train_steps"), config.training.train_steps
     step, start = state["step"], state["schedule_start"]
-    if resets & {"scheduler", "step"} or None in (then, now) or then == now or now <= step:
+    if resets & {"scheduler", "step"} or type(then) is not int or now is None or then == now or now <= step:
         return
     from finetrainers.optim.schedules import lr_schedule  # needs torch, so only if the steps have changed
 

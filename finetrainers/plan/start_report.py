@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import sys
@@ -18,7 +17,8 @@ from finetrainers.config.root import TrainConfig, fields
 from finetrainers.utils.device import allocator_settings, likely_device_type
 from finetrainers.utils.launch import launched_rank, wrap_prose
 from finetrainers.utils.phases import PHASES, label
-from finetrainers.utils.text import file_size, plural, shortened
+from finetrainers.utils.reading import parse_json
+from finetrainers.utils.text import file_size, plural, shortened, without_controls
 from finetrainers.utils.train_log import PrintedLines
 
 from .chosen import describe_unused_recommendation
@@ -131,7 +131,7 @@ def print_remarks(checked: ResolvedRun) -> None:
 
 def print_warnings(warnings: Iterable[str]) -> None:
     """Print one line for each warning, except those in `SKIPPED_WARNINGS`."""
-    skipped = json.loads(os.environ.get(SKIPPED_WARNINGS, "[]"))
+    skipped = parse_json(os.environ.get(SKIPPED_WARNINGS, "[]"))
     for warning in warnings:
         if warning not in skipped:
             print_line(f"warning: {warning}")
@@ -197,6 +197,7 @@ def memory_table(peaks: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
 
 def print_line(content: str | Table) -> None:
     """Print a line or a table for the user, on rank 0 for all ranks."""
+    content = without_controls(content) if isinstance(content, str) else content
     if launched_rank() == 0:
         # In a notebook rich displays what it prints, and ignores the file. FORCE_COLOR, set there, is not for the log
         # file.

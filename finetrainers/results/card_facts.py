@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,16 +15,19 @@ from huggingface_hub import hf_hub_download, metadata_load, try_to_load_from_cac
 from yaml import YAMLError
 
 from finetrainers.config.root import TrainConfig
+from finetrainers.draw.curves import is_number, read_metrics
 from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.rundir.run_dir import package_versions
 from finetrainers.training.callbacks.samples import video_sheet
 from finetrainers.training.sampling import sample_seed
 from finetrainers.training.state import TrainState
-from finetrainers.utils.files import read_jsonl
 from finetrainers.utils.packaged import SCHEME
 from finetrainers.utils.phases import PHASES, TRAINING_STEP, label
+from finetrainers.utils.reading import read_jsonl
 from finetrainers.utils.text import duration
 from finetrainers.utils.versions import __version__
+
+from .markdown import code, link
 
 #: The newest samples below each other, in the run directory.
 GRID = "samples/grid.jpg"
@@ -98,21 +100,22 @@ def evaluated_samples(root: Path) -> list[Sample]:
 def figures(root: Path) -> tuple[int, int, list[Figure]] | None:
     """Return the first and last evaluated step, and the figures measured on held-out items, or None with under two."""
     by_step: dict[int, dict[str, Any]] = {}  # losses and rewards have separate records
-    for record in read_jsonl(root / "metrics.jsonl")[0]:
+    for record in read_metrics(root / "metrics.jsonl"):
         if any(name.startswith("eval_") for name in record):
             by_step.setdefault(int(record["step"]), {}).update(record)
     records = list(by_step.values())
     if len(records) < 2:
         return None
     first, last = records[0], records[-1]
-    names = [n for n in last if n in first and (n == "eval_loss" or n.startswith("eval_reward/"))]
+    names = [n for n in last if n == "eval_loss" or n.startswith("eval_reward/")]
+    names = [n for n in names if all(isinstance(record.get(n), int | float) for record in (first, last))]
     measured = [Figure(n, f"{first[n]:.4g}", f"{last[n]:.4g}", _best(records, n)) for n in names]
     return int(first["step"]), int(last["step"]), measured
 
 
 def _best(records: Sequence[dict[str, Any]], name: str) -> str:
     """Return `0.4008 (step 24)`: the lowest loss or the highest reward."""
-    finite = [(record[name], int(record["step"])) for record in records if math.isfinite(record.get(name, math.nan))]
+    finite = [(record[name], int(record["step"])) for record in records if is_number(record.get(name))]
     if not finite:
         return "-"
     choose = min if name == "eval_loss" else max
@@ -124,7 +127,8 @@ def facts(state: TrainState, checked: ResolvedRun) -> list[tuple[str, str]]:
     """Return date, duration, hardware, sampling settings and versions, with their labels."""
     config, parallel = state.config, state.parallel
     records, _ = read_jsonl(state.run_dir.root / "metrics.jsonl")
-    seconds = sum(record["step_s"] * record.get("steps", 1) for record in records if "step_s" in record)
+    times = [(record.get("step_s"), record.get("steps", 1)) for record in records]
+    seconds = sum(time_s * steps for time_s, steps in times if is_number(time_s) and is_number(steps))
     is_cuda = parallel.device.type == "cuda"
     device = torch.cuda.get_device_name(parallel.device) if is_cuda else parallel.device.type.upper()
     count = f"{parallel.world_size} x " if parallel.world_size > 1 else ""
@@ -193,7 +197,9 @@ def at_a_glance(config: TrainConfig, plan: Any) -> list[tuple[str, str]]:
     """Return base model, strength, size of the clips, and license."""
     base, training = config.model.pretrained_model_name_or_path, config.training
     on_hub = local_model_folder(base) is None
-    rows = [("base model", f"[{base}](https://huggingface.co/{base})" if on_hub else f"`{base}`")]
+    rows: list[tuple[str, str]] = [
+        ("base model", link(base, f"https://huggingface.co/{base}") if on_hub else code(base))
+    ]
     if training.training_type == "lora":
         kind = "rsLoRA" if training.use_rslora else "DoRA" if training.use_dora else "LoRA"
         numbers = f"{kind} of rank {training.rank}, alpha {training.lora_alpha:g}"
@@ -209,8 +215,8 @@ def _license_text(config: TrainConfig) -> str:
     if not base_license:
         return "unknown: see the base model's page"
     name = base_license.get("license_name") or base_license.get("license", "")
-    link = base_license.get("license_link", "")
-    return f"[{name}]({link})" if link.startswith("http") else name
+    address = base_license.get("license_link", "")
+    return link(name, address) if address.startswith(("http://", "https://")) else name
 
 
 def read_license(config: TrainConfig) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from finetrainers.rundir.identity import Identity, read_identity
 from finetrainers.sampling.weights import Weights, find_target, under
 from finetrainers.utils.failures import InputError, Kind
 from finetrainers.utils.files import fsync_dir, fsync_tree, write_json_atomic
+from finetrainers.utils.headers import load_tensors, open_tensors
 from finetrainers.utils.text import plural
 
 if TYPE_CHECKING:
@@ -306,7 +307,6 @@ def _read(source: Source, spec: ModelSpec, network: nn.Module) -> Lora:
     Raises:
         ConfigError: it does not fit.
     """
-    from safetensors.torch import load_file
 
     from finetrainers.models.lora_files import check_outputs, with_averages
     from finetrainers.plan.trainable import check_lora_modules
@@ -319,7 +319,7 @@ def _read(source: Source, spec: ModelSpec, network: nn.Module) -> Lora:
     except ValueError as error:
         raise ConfigError([Problem.from_error("SOURCE", error)]) from None
     averages = source.weights.averages
-    return lora if averages is None else with_averages(lora, load_file(averages))
+    return lora if averages is None else with_averages(lora, load_tensors(averages))
 
 
 def _facts(source: Source) -> dict[str, Any]:
@@ -408,11 +408,10 @@ def _check_network(folder: Path, expected: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: tensors are missing or differ.
     """
-    from safetensors import safe_open
 
     seen = set()
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             for name in file.keys():  # noqa: SIM118 - no mapping
                 seen.add(name)
                 if name not in expected or not file.get_tensor(name).equal(expected[name].cpu()):

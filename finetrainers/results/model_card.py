@@ -11,6 +11,7 @@ from typing import Any
 
 import jinja2
 from huggingface_hub import ModelCardData
+from markupsafe import Markup
 
 from finetrainers.config.facts import Facts
 from finetrainers.config.root import TrainConfig, changed_options, fields
@@ -38,24 +39,26 @@ from .card_facts import (
     sampling_arguments,
 )
 from .export_formats import FOLDER, result_source
+from .markdown import code, escape, row, url
 
 _CARD = """---
-{{ metadata }}
+{{ metadata | safe }}
 ---
 
 # {{ title }}
 
-{{ "A LoRA for" if is_lora else "A finetune of" }} `{{ model.pretrained_model_name_or_path }}`
-{%- if own_transformer and is_lora %} with the transformer of `{{ own_transformer }}`, without which it is of no use
-{%- elif began_with %}, begun with the weights of `{{ began_with }}`{% endif %}, trained with finetrainers {{
+{{ "A LoRA for" if is_lora else "A finetune of" }} {{ model.pretrained_model_name_or_path | code }}
+{%- if own_transformer and is_lora %} with the transformer of {{
+    own_transformer | code }}, without which it is of no use
+{%- elif began_with %}, begun with the weights of {{ began_with | code }}{% endif %}, trained with finetrainers {{
     version }} for {{ state.step }} steps on {{ plural(plan.count, plan.noun) }}.
-{%- if data.id_token %} Put `{{ data.id_token }}` before your prompt.{% endif %}
-{%- if expert %} It is for {{ expert }} noise levels, the expert `{{ part }}`. Samples have {{
-    "`" + other_expert + "`" if other_expert else "the model's own weights" }} in the other expert.{% endif %}
+{%- if data.id_token %} Put {{ data.id_token | code }} before your prompt.{% endif %}
+{%- if expert %} It is for {{ expert }} noise levels, the expert {{ part | code }}. Samples have {{
+    other_expert | code if other_expert else "the model's own weights" }} in the other expert.{% endif %}
 {% if grid %}
 ![Samples after step {{ state.step }}]({{ grid }})
 {% endif %}
-{% for name, value in glance %}| {{ name }} | {{ value }} |
+{% for cells in glance %}{{ cells | row }}
 {% if loop.first %}|---|---|
 {% endif %}{% endfor %}{% if samples | selectattr("video") | list %}
 <Gallery />
@@ -91,7 +94,7 @@ pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_d
 pipe = {{ pipeline }}.from_pretrained({{ base }}, torch_dtype={{ dtypes }})
 {%- endif %}
 {%- for call in load_calls %}
-pipe.{{ call }}
+pipe.{{ call | safe }}
 {%- endfor %}
 {%- if has_strength %}
 pipe.set_adapters(pipe.get_active_adapters(), 1.0)  # the strength
@@ -104,7 +107,7 @@ pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_d
     prompt={{ example | tojson }},{% if needs_image %}
     image=load_image("first_frame.png"),{% endif %}
 {%- for name in media %}
-    {{ name }}=load_video("{{ name }}.mp4"),
+    {{ name | safe }}=load_video("{{ name | safe }}.mp4"),
 {%- else %}
     num_frames={{ size[0] }},
 {%- endfor %}
@@ -114,7 +117,7 @@ pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_d
     frame_rate={{ "%g" % frame_rate }},
 {%- endif %}
 {%- for name, value in as_sampled %}
-    {{ name }}={{ value }},
+    {{ name | safe }}={{ value | safe }},
 {%- endfor %}
 ).frames[0]
 encode_video(video, fps={{ frame_rate | round | int }}, output_path="video.mp4")
@@ -122,8 +125,8 @@ encode_video(video, fps={{ frame_rate | round | int }}, output_path="video.mp4")
 {% if comfyui %}
 ## Use in ComfyUI
 
-{% if not exported %}`{{ "pytorch_lora_weights.safetensors" if is_lora
-    else part + "/" }}` has the names of diffusers. In its folder, this writes a file with those of ComfyUI:
+{% if not exported %}{{ ("pytorch_lora_weights.safetensors" if is_lora
+    else part + "/") | code }} has the names of diffusers. In its folder, this writes a file with those of ComfyUI:
 
 ```bash
 finetrainers export . --format comfyui
@@ -146,7 +149,7 @@ Model*.
 | measured on held-out {{ held_out }} | step {{ results[0] }} | step {{ results[1] }} | best |
 |---|---|---|---|
 {%- for figure in results[2] %}
-| `{{ figure.name }}` | {{ figure.first }} | {{ figure.last }} | {{ figure.best }} |
+{{ [figure.name | code, figure.first, figure.last, figure.best] | row }}
 {%- endfor %}
 {% endif %}
 {%- for sample in samples + evaluated if sample.picture %}
@@ -154,20 +157,20 @@ Model*.
 <details>
 <summary>Samples over the steps</summary>
 {% endif %}
-![{{ sample.text }}]({{ sample.picture }})
+![{{ sample.text }}]({{ sample.picture | url }})
 {% if loop.last %}
 </details>
 {% endif %}
 {%- endfor %}
 ## Training
 
-{% for name, value in facts %}| {{ name }} | {{ value }} |
+{% for cells in facts %}{{ cells | row }}
 {% if loop.first %}|---|---|
 {% endif %}{% endfor %}
-| {{ table[0] | join(" | ") }} |
-|{{ "---|" * table[0] | length }}
-{%- for row in table[1:] %}
-| {{ row | join(" | ") }} |
+{{ table[0] | row }}
+|{{ ("---|" * table[0] | length) | safe }}
+{%- for cells in table[1:] %}
+{{ cells | row }}
 {%- endfor %}
 
 This, in the same folder, repeats it on the same data:
@@ -182,7 +185,7 @@ finetrainers train --config config.toml --output_dir repeated
 | option | value |
 |---|---|
 {%- for option, value in settings %}
-| `{{ option }}` | {{ value }} |
+{{ [option | code, value] | row }}
 {%- endfor %}
 
 </details>
@@ -190,8 +193,8 @@ finetrainers train --config config.toml --output_dir repeated
 <details>
 <summary>Peak memory of each phase of training, GiB</summary>
 
-{% for row in memory %}| {{ row | join(" | ") }} |
-{% if loop.first %}|{{ "---|" * row | length }}
+{% for cells in memory %}{{ cells | row }}
+{% if loop.first %}|{{ ("---|" * cells | length) | safe }}
 {% endif %}{% endfor %}
 </details>
 {% endif -%}
@@ -200,7 +203,10 @@ finetrainers train --config config.toml --output_dir repeated
 
 @cache
 def _template() -> jinja2.Template:
-    return jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True).from_string(_CARD)
+    # All values are escaped, except for code and what these filters return.
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, finalize=escape)
+    environment.filters |= {"code": code, "row": row, "url": url}
+    return environment.from_string(_CARD)
 
 
 def model_card(state: TrainState, checked: ResolvedRun) -> str:
@@ -222,7 +228,7 @@ def model_card(state: TrainState, checked: ResolvedRun) -> str:
         plural=plural,
         is_lora=is_lora,
         packaged=packaged,
-        base=f'model_path("{base}")' if packaged else json.dumps(base),
+        base=Markup(f"model_path({json.dumps(base)})" if packaged else json.dumps(base)),
         **_dtypes(config.model),
         own_transformer=own if is_lora else None,
         from_file=is_lora and own is not None and Path(own).is_file(),
@@ -233,9 +239,9 @@ def model_card(state: TrainState, checked: ResolvedRun) -> str:
         evaluated=evaluated_samples(root),
         grid=GRID if (root / GRID).is_file() else None,
         glance=at_a_glance(config, plan),
-        pipeline=spec.pipeline_class.__name__,
-        transformer=type(state.network).__name__,
-        part=spec.facts.trained,
+        pipeline=Markup(spec.pipeline_class.__name__),
+        transformer=Markup(type(state.network).__name__),
+        part=Markup(spec.facts.trained),
         location=location,
         load_calls=_load_calls(config, spec, location) if is_lora else [],
         expert=spec.facts.expert,
@@ -286,12 +292,12 @@ def _other_expert(config: TrainConfig, facts: Facts) -> str | None:
     return next((source for part, source, _ in replaced if part in facts.experts), None)
 
 
-def _dtypes(model: ModelSection) -> dict[str, str]:
+def _dtypes(model: ModelSection) -> dict[str, Markup]:
     """Return the dtype of the transformer and those of the pipeline's components, as code."""
     if model.pretrained_model_name_or_path.startswith(SCHEME):
-        return dict.fromkeys(("dtype", "dtypes"), "torch.float32")
-    mixed = '{"vae": torch.float32, "default": torch.bfloat16}'
-    return {"dtype": "torch.bfloat16", "dtypes": mixed if model.vae_dtype == "fp32" else "torch.bfloat16"}
+        return dict.fromkeys(("dtype", "dtypes"), Markup("torch.float32"))
+    mixed, dtype = Markup('{"vae": torch.float32, "default": torch.bfloat16}'), Markup("torch.bfloat16")
+    return {"dtype": dtype, "dtypes": mixed if model.vae_dtype == "fp32" else dtype}
 
 
 def _call(checked: ResolvedRun, spec: ModelSpec) -> dict[str, Any]:
@@ -315,8 +321,8 @@ def comfyui_reads(config: TrainConfig, facts: Facts) -> bool:
 
 
 def _format_value(value: Any) -> str:
-    """Return an option's value as it is set, for a table cell."""
-    return (" ".join(map(str, value)) if isinstance(value, list) else str(value)).replace("|", "\\|")
+    """Return an option's value as it is set."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _title(config: TrainConfig) -> str:

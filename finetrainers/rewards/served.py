@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -17,6 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from finetrainers.utils.failures import InputError
+from finetrainers.utils.reading import parse_json
 from finetrainers.utils.text import printable
 
 from .base import Reward
@@ -189,6 +189,6 @@ class ServedReward(Reward):
         finally:
             connection.close()
         try:
-            return response.status, json.loads(content)
+            return response.status, parse_json(content)
         except ValueError:
             return response.status, None

@@ -54,6 +54,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from finetrainers.utils.failures import InputError
+from finetrainers.utils.reading import expect, parse_json, parse_json_object
 from finetrainers.utils.text import printable, shortened
 
 from .base import Head, ImageUse, Reward
@@ -113,7 +114,8 @@ class Request:
         except SafetensorError as error:
             raise ValueError(f"the body is not a safetensors file: {error}") from None
         # The library has checked the header, but returns metadata only for files on disk.
-        metadata = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")]).get("__metadata__", {})
+        header = parse_json_object(body[8 : 8 + int.from_bytes(body[:8], "little")], "the header")
+        metadata = expect(header.get("__metadata__") or {}, dict, "the header's __metadata__")
         if not {"videos"} <= tensors.keys() <= {"videos", "images"} or not {"prompts", "fps"} <= metadata.keys():
             raise ValueError("expected: the tensor 'videos', optionally 'images', and the metadata 'prompts' and 'fps'")
         videos, prompts, fps = tensors["videos"], _parse_json(metadata["prompts"]), _parse_number(metadata["fps"])
@@ -378,8 +380,8 @@ def _split_batches(request: Request, size: int) -> list[Request]:
 
 def _parse_json(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):  # invalid JSON, a number of thousands of digits, or deeply nested lists
+        return parse_json(text)
+    except ValueError:
         return None
 
 

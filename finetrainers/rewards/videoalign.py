@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from finetrainers.utils.failures import InputError
+from finetrainers.utils.reading import read_json_object
 
 from .base import Head, Reward
 from .frames import normalize_rgb, resize_as_torchvision, to_bytes
@@ -184,7 +184,7 @@ def _settings(root: Path) -> dict[str, Any]:
         raise InputError(
             f"{root} holds no model_config.json; path= must be a directory or Hub id of VideoReward", "not_found"
         )
-    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings = read_json_object(file)
     supported: dict[str, dict[str, Any]] = {
         "data_config": {"prompt_template_type": "detailed_special", "sample_type": "uniform", "num_frames": None},
         "model_config": {"output_dim": len(MARKS), "use_special_tokens": True},

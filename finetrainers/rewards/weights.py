@@ -12,8 +12,10 @@ import torch
 from pydantic import AfterValidator
 from torch import Tensor
 
+from finetrainers.config.base import expand_home
 from finetrainers.utils.device import meta_device
 from finetrainers.utils.failures import InputError
+from finetrainers.utils.headers import load_tensors
 from finetrainers.utils.text import plural, quoted
 
 DType = Literal["fp32", "bf16", "fp16"]
@@ -57,7 +59,7 @@ def check_path(path: str) -> str:
     Raises:
         ValueError: it cannot be either.
     """
-    if not Path(path).expanduser().exists() and not _HUB_ID.fullmatch(path):
+    if not Path(expand_home(path)).exists() and not _HUB_ID.fullmatch(path):
         raise InputError(f"{quoted(path)} is not a file or directory here, or a Hub id (owner/name)", "not_found")
     return path
 
@@ -77,7 +79,7 @@ def fetch(path: str, *, files: Sequence[str]) -> Path:
     Raises:
         ValueError: there is no such file or folder, nor such a repository on the Hub.
     """
-    local = Path(path).expanduser()
+    local = Path(expand_home(path))
     if local.exists():
         return local
     check_path(path)
@@ -93,7 +95,7 @@ def fetch(path: str, *, files: Sequence[str]) -> Path:
 
 def on_disk(path: str) -> Path | None:
     """Return the file or folder at `path`, or the cached folder of a Hub id, or None. It does not contact the Hub."""
-    local = Path(path).expanduser()
+    local = Path(expand_home(path))
     if local.exists():
         return local
     if not _HUB_ID.fullmatch(path):
@@ -133,9 +135,7 @@ def read_tensors(path: Path, *, within: Sequence[str] = ()) -> dict[str, Tensor]
         ValueError: the file could run code, or has other content.
     """
     if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
+        return load_tensors(path)
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

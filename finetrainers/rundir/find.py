@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.launch import launched_rank
+from finetrainers.utils.reading import MAX_RECORDS, expect, read_json_object
 
 from .manifest import damage, lacks_optimizer, read_manifest, total_size
 
@@ -171,16 +171,26 @@ def _find_newest_verified(
     raise InputError(f"every checkpoint in {root} is damaged ({'; '.join(damaged)})", "unreadable")
 
 
+#: Entries of a state and their types.
+_STATE_TYPES: dict[str, type] = {"step": int, "critical": dict, "course": dict, "guards": dict, "schedule_start": int}
+
+
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """Return the state of a run that a checkpoint has stored.
 
     Raises:
-        ValueError: it is of another version.
+        ValueError: it is of another version, or cannot be read.
     """
-    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    if state["format"] not in (FORMAT, SLICED_FORMAT):
+    state = read_json_object(checkpoint / "state.json", limit=MAX_RECORDS)
+    if state.get("format") not in (FORMAT, SLICED_FORMAT):
         raise InputError(
-            f"{checkpoint} has checkpoint format {state['format']}; this version reads {FORMAT} and {SLICED_FORMAT}",
+            f"{checkpoint} has checkpoint format {state.get('format')!r}; this version reads {FORMAT} and "
+            f"{SLICED_FORMAT}",
             "unsupported",
         )
+    for name, kind in _STATE_TYPES.items():
+        expect(state.get(name), kind, f"{checkpoint}: {name} of its state")
+    expect(state["guards"].get("data_ahead"), int, f"{checkpoint}: data_ahead of its state")
+    if state.setdefault("initial", None) is not None:
+        expect(state["initial"], dict, f"{checkpoint}: initial of its state")
     return state

@@ -6,7 +6,6 @@ not part of the configuration: people copy `config.toml` to start another run. I
 
 from __future__ import annotations
 
-import json
 import re
 import time
 import uuid
@@ -14,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetrainers.utils.files import open_regular, write_json_atomic
+from finetrainers.utils.files import write_json_atomic
+from finetrainers.utils.reading import read_json_object
 
 from .find import checkpoints_dir, step_of
 from .manifest import read_manifest
@@ -87,11 +87,10 @@ def _list_newest_first(root: Path) -> list[Path]:
 def read_identity_file(path: Path) -> Identity | None:
     """Return the identity that `Identity.write` wrote, or None if there is none."""
     try:
-        with open_regular(path) as file:
-            record = json.loads(file.read(_MAX_BYTES))
-    except (OSError, ValueError, RecursionError):
+        record = read_json_object(path, limit=_MAX_BYTES)
+    except ValueError:
         return None
-    run = _valid_id(record.get("run")) if isinstance(record, dict) else None
+    run = _valid_id(record.get("run"))
     return None if run is None else Identity(run, record.get("copy") is True)
 
 

@@ -8,7 +8,6 @@ file's lock is the only one.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import time
@@ -22,6 +21,7 @@ from filelock import FileLock, Timeout
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.utils.failures import Kind
 from finetrainers.utils.files import write_json_atomic
+from finetrainers.utils.reading import read_json_object
 
 if TYPE_CHECKING:
     from finetrainers.parallel.strategy import Strategy
@@ -105,7 +105,7 @@ def in_use(output_dir: Path) -> bool:
     A run of another machine counts until its file is gone: a killed run leaves it.
     """
     try:
-        holder = json.loads((output_dir / HOLDER).read_bytes())
+        holder = read_json_object(output_dir / HOLDER)
         return holder["host"] != socket.gethostname() or psutil.pid_exists(holder["pid"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -142,7 +142,7 @@ def _lock_directory(directory: Path) -> Iterator[None]:
 def _describe_holder(output_dir: Path) -> str:
     """Return a description of the lock's holder in parentheses, or an empty string if it is unknown."""
     try:
-        holder = json.loads((output_dir / HOLDER).read_bytes())
+        holder = read_json_object(output_dir / HOLDER)
         return f" (process {holder['pid']} on {holder['host']}, started {holder['started']})"
     except (OSError, ValueError, KeyError, TypeError):
         # The holder is about to write the file, or about to end; or the file is damaged.

@@ -14,6 +14,7 @@ from typing import Any
 
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.files import file_sha256, fsync_dir, not_a_file, write_text_atomic
+from finetrainers.utils.reading import parse_json_object, read_bytes
 
 MANIFEST = "manifest.json"
 #: Key of the SHA-256 of the manifest's text, computed with `_BLANK` in its place.
@@ -65,7 +66,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         wrong_kind = not_a_file(path.lstat().st_mode)
         if wrong_kind is not None:
             raise InputError(f"{MANIFEST} {wrong_kind}", "unreadable")
-        return parse_manifest(path.read_bytes())
+        return parse_manifest(read_bytes(path))
     except FileNotFoundError:
         message = f"{MANIFEST} is missing: the checkpoint is incomplete, or was saved by an earlier version"
         raise InputError(message, "not_found") from None
@@ -78,7 +79,7 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
         ValueError: it is not a manifest, or has changed since it was written.
     """
     try:
-        manifest = json.loads(content)
+        manifest = parse_json_object(content, "content")
         for name, entry in manifest["files"].items():
             int(entry["size"]), str(entry["sha256"])
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
@@ -87,7 +88,7 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
         for name, kind in _INFORMATIVE.items():  # of manifests without a checksum
             if name in manifest and not isinstance(manifest[name], kind):
                 del manifest[name]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InputError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})", "unreadable") from None
     return manifest
 

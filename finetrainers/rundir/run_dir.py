@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import platform
 import shlex
@@ -20,7 +21,8 @@ from typing import Any
 from finetrainers.config.flags import is_secret
 from finetrainers.config.load import dump_toml
 from finetrainers.config.root import TrainConfig
-from finetrainers.utils.files import append_jsonl, read_jsonl, write_json_atomic, write_text_atomic
+from finetrainers.utils.files import append_jsonl, write_json_atomic, write_text_atomic
+from finetrainers.utils.reading import read_jsonl
 
 from .find import checkpoints_dir, step_of
 from .identity import take_identity
@@ -97,7 +99,7 @@ class RunDirectory:
         outputs = [(path, step_of(path)) for path in sorted(checkpoints_dir(self.root).glob("*"))]
         for path in sorted([*(self.root / "samples").glob("step-*"), *(self.root / "rollouts").glob("step-*")]):
             suffix = path.name.removeprefix("step-")
-            outputs.append((path, int(suffix) if suffix.isdigit() else None))
+            outputs.append((path, int(suffix) if suffix.isascii() and suffix.isdecimal() else None))
         stamp = time.strftime("%Y%m%d-%H%M%S")
         for path, output_step in outputs:
             if output_step is not None and output_step > step:
@@ -141,7 +143,8 @@ class RunDirectory:
 
 
 def _has_step(record: dict[str, Any]) -> bool:
-    return isinstance(record.get("step"), int | float)
+    step = record.get("step")
+    return isinstance(step, int | float) and not isinstance(step, bool) and math.isfinite(step)
 
 
 def _find_unused(path: Path) -> Path:

@@ -5,38 +5,49 @@ They can be read while the run trains, after a crash, and from earlier versions:
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from finetrainers.config.base import Section
 from finetrainers.config.load import CHOSEN
 from finetrainers.config.root import by_current_names, fields, flat_name, has_table, sections, split_name
-from finetrainers.draw.curves import Points, is_number, points, read_metrics
-from finetrainers.utils.files import missing_path_problem, read_jsonl
+from finetrainers.draw.curves import LARGEST, Points, is_number, points, read_metrics
+from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.phases import PHASES
+from finetrainers.utils.reading import find_json_object, fitting, read_jsonl, read_text, read_toml
 
 from .find import checkpoints_dir
 from .health import HEALTH, reading
 from .lock import in_use
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _FILES = ("metrics.jsonl", "events.jsonl", "config.toml")
 _TAIL = 12  # displayed lines of a failure's text
 _RESULTS = ("pytorch_lora_weights.safetensors", "transformer", "transformer_2")
 
 Event = Mapping[str, Any]
+
+
+def _is_moment(value: object) -> bool:
+    """Return whether a value is a time that the system can write as a date."""
+    return is_number(value) and abs(value) < 1e11
+
+
+#: Types of the values that pages compute with; others of a record, which may come from an edited file, are left out.
+_EVENT_TYPES = {
+    "event": str, "time": _is_moment, "step": float, "gib": {str: {str: float}}, "clips": float, "available_gib": float,
+    "path": str, "run": str,
+}  # fmt: skip
+_METRIC_TYPES = {"time": _is_moment, "steps": float, "step_s": float}
+_ITEM_TYPES = {
+    "use": str, "status": str, "marks": [str], "name": str, "bucket": str, "reason": str, "prompt": str, "crop": float,
+    "scale": float,
+}  # fmt: skip
+_ENVIRONMENT_TYPES = {"packages": {str: str}, "python": str, "command": [str], "git": str}
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,7 @@ class RunRecords:
         for record in self.metrics:
             step = record["step"]
             for name, value in record.items():
-                if isinstance(value, float | int) and isfinite(value):  # `is_number`, where it is called most
+                if isinstance(value, float | int) and -LARGEST < value < LARGEST:  # `is_number`, called most here
                     xs, ys = points_by_name[name]
                     xs.append(step)
                     ys.append(value)
@@ -167,16 +178,16 @@ def read_run(root: Path, *, name: str = "") -> RunRecords:
         root: the directory.
         name: what to call it; default: the end of its path.
     """
-    events = _read_lines(root / "events.jsonl")
+    events = _read_lines(root / "events.jsonl", _EVENT_TYPES)
     metrics = root / "metrics.jsonl"
     return RunRecords(
         root=root,
         name=name or "/".join(root.resolve().parts[-2:] if root.is_absolute() else root.parts) or root.resolve().name,
         options=_read_options(root / "config.toml"),
-        environment=_read_json(root / "env.json"),
-        metrics=read_metrics(metrics) if metrics.is_file() else [],
+        environment=fitting(find_json_object(root / "env.json"), _ENVIRONMENT_TYPES),
+        metrics=[fitting(r, _METRIC_TYPES) for r in read_metrics(metrics)] if metrics.is_file() else [],
         events=events,
-        items=_read_lines(root / "manifest.jsonl"),
+        items=_read_lines(root / "manifest.jsonl", _ITEM_TYPES),
         status=_find_status(root, events),
         failures=_read_failures(root),
         health=_read_health(root),
@@ -185,7 +196,9 @@ def read_run(root: Path, *, name: str = "") -> RunRecords:
 
 def _read_health(root: Path) -> list[dict[str, Any]]:
     """Return the readings of machines, checked as those of a machine's answer: the file may have been edited."""
-    records = [r for r in _read_lines(root / HEALTH) if is_number(r.get("time")) and isinstance(r.get("host"), str)]
+    records = [
+        r for r in _read_lines(root / HEALTH, {"time": _is_moment}) if "time" in r and isinstance(r.get("host"), str)
+    ]
     readings = [
         reading(r["host"], None if "error" in r else r, r["time"], error=str(r.get("error", ""))) for r in records
     ]
@@ -194,7 +207,7 @@ def _read_health(root: Path) -> list[dict[str, Any]]:
 
 def run_status(root: Path) -> str:
     """Return the status of a run, see `RunRecords`."""
-    return _find_status(root, _read_lines(root / "events.jsonl"))
+    return _find_status(root, _read_lines(root / "events.jsonl", _EVENT_TYPES))
 
 
 def _find_status(root: Path, events: Sequence[Event]) -> str:
@@ -228,30 +241,22 @@ def _read_failures(root: Path) -> list[tuple[str, str]]:
     failures = []
     for path in [root / "traceback.txt", *paths]:
         if path.is_file():
-            lines = path.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+            lines = read_text(path, errors="replace").rstrip().splitlines()
             excerpt = lines[-_TAIL:] if path.name == "traceback.txt" else lines[: 2 * _TAIL]
             when = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
             failures.append((f"{path.relative_to(root).as_posix()}, {when}", "\n".join(excerpt)))
     return failures
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    return read_jsonl(path)[0] if path.is_file() else []
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def _read_lines(path: Path, kinds: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [fitting(record, kinds) for record in read_jsonl(path)[0]] if path.is_file() else []
 
 
 def _read_options(path: Path) -> dict[str, Any]:
     """Return the options of a `config.toml` by flat name; former options keep the name of their table."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        tables = read_toml(path)
+    except ValueError:
         return {}
     options: dict[str, Any] = {}
     for table, values in tables.items():

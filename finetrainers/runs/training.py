@@ -16,11 +16,11 @@ from finetrainers.plan.initial_weights import LORA_FILE
 from finetrainers.plan.ready import get_ready
 from finetrainers.plan.start_report import print_line
 from finetrainers.training.callbacks.base import Callback, check_callbacks
-from finetrainers.utils.device import use_expandable_segments
+from finetrainers.utils.device import configure_allocator
 from finetrainers.utils.failures import InputError
-from finetrainers.utils.files import read_jsonl
 from finetrainers.utils.logs import quiet_libraries
 from finetrainers.utils.process_state import environment_restored, host_group_problem, restored
+from finetrainers.utils.reading import read_jsonl
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def train(
         message = "handle_signals=True requires the main thread; use None or False in other threads"
         raise InputError(message, "unsupported")
     with environment_restored():
-        use_expandable_segments()
+        configure_allocator()
         check_callbacks(callbacks)
         if (problem := host_group_problem()) is not None:
             raise ConfigError([Problem("process group", problem, "mismatch")])

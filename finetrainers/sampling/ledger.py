@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
 
 from finetrainers.training.sampling import sample_seed
-from finetrainers.utils.files import append_jsonl, read_jsonl
+from finetrainers.utils.files import append_jsonl
+from finetrainers.utils.reading import read_jsonl
 
 from .plan import Sample, SamplePlan
 
@@ -30,8 +32,9 @@ class SampleIndex:
     def _index(self, key: str, name: str, size: Any) -> None:
         self._names[name] = key
         file = self.folder / name
-        if file.is_file() and file.stat().st_size == size:
-            self._files[key] = name
+        with contextlib.suppress(OSError, ValueError):  # a name that no file can have, in an edited ledger
+            if file.is_file() and file.stat().st_size == size:
+                self._files[key] = name
 
     def find(self, sample: Sample) -> Path | None:
         """Return the file of a clip, or None if it does not exist."""

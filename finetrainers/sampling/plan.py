@@ -42,7 +42,8 @@ from finetrainers.plan.preflight import (
     resolve_other_expert,
 )
 from finetrainers.utils.device import likely_device_type
-from finetrainers.utils.files import file_sha256, folder_problem, read_jsonl
+from finetrainers.utils.files import file_sha256, folder_problem
+from finetrainers.utils.reading import fits, read_jsonl
 from finetrainers.utils.video import slug
 
 from .weights import BASE, Target, Weights, find_target, in_order, named_apart, under
@@ -362,7 +363,9 @@ def size_of_run(config: TrainConfig, target: Target) -> Size | None:
         for record in read_jsonl(target.home / "manifest.jsonl")[0]:
             parts = str(record.get("bucket")).split("x")
             if record.get("use", "train") == "train" and len(parts) == 3 and all(map(str.isdecimal, parts)):
-                counts[int(parts[0]), int(parts[1]), int(parts[2])] += int(record.get("examples") or 1)
+                counts[int(parts[0]), int(parts[1]), int(parts[2])] += (
+                    record["examples"] if fits(record.get("examples"), int) else 1
+                )
     if not counts and is_method(config.training.method):
         counts.update(method_spec(config).sizes(config))
     return sample_size(counts, has_chosen_buckets=config.has_chosen_sizes) if counts else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.phases import VALIDATION, phase
 from finetrainers.utils.progress import Meter
+from finetrainers.utils.reading import read_json_object
 from finetrainers.utils.text import plural, shortened
 from finetrainers.utils.video import write_mp4
 
@@ -125,7 +125,7 @@ def check_weights(plan: SamplePlan) -> None:
         if path.is_file():
             problems += under("TARGET", plan.family.load(candidate.on(plan.config.model)).examine()[0], candidate)
             continue
-        class_name = json.loads((path / "config.json").read_text(encoding="utf-8")).get("_class_name", expected)
+        class_name = read_json_object(path / "config.json").get("_class_name", expected)
         if class_name != expected:
             message = f"{path} holds a {class_name}, and {plan.family.name} is a {expected}"
             problems.append(Problem("TARGET", message, "mismatch"))

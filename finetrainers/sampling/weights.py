@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from finetrainers.config.base import read_path
 from finetrainers.config.errors import Problem
 from finetrainers.config.given import RawOptions
 from finetrainers.config.load import file_source
@@ -20,9 +20,10 @@ from finetrainers.plan.initial_weights import LORA_FILE, find_initial_weights, r
 from finetrainers.rundir.find import checkpoints_dir, find_checkpoint, scan_checkpoints, step_of
 from finetrainers.rundir.manifest import MANIFEST, read_manifest
 from finetrainers.utils.failures import InputError
-from finetrainers.utils.files import file_sha256, missing_path_problem
+from finetrainers.utils.files import file_sha256, missing_path_problem, names_existing
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import SCHEME, model_path
+from finetrainers.utils.reading import parse_yaml, read_json_object, read_text
 from finetrainers.utils.versions import __version__
 
 #: File of the EMA of the trained weights in a checkpoint.
@@ -96,8 +97,8 @@ def find_target(name_or_path: str, *, use_ema: bool = True) -> Target:
         ValueError: nothing to sample with.
         ConfigError: the options of the run cannot be read.
     """
-    path = Path(name_or_path).expanduser()
-    if name_or_path.startswith(SCHEME) or not path.exists():
+    path = Path(name_or_path) if name_or_path.startswith(SCHEME) else read_path(name_or_path)
+    if not path.exists():
         return _model(name_or_path, path)
     if path.is_dir():
         if (path / MANIFEST).is_file() or (path / "state.json").is_file():
@@ -126,7 +127,7 @@ def run_source(home: Path) -> RawOptions:
     for name in [name for name in EXACT_CHOICES if source.chosen.get(name) == MEMORY]:  # for the GPU of then
         del source.values[name], source.chosen[name]
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # the version of a run may be unknown
-        made_by = json.loads((home / "env.json").read_text(encoding="utf-8"))["packages"]["finetrainers"]
+        made_by = read_json_object(home / "env.json")["packages"]["finetrainers"]
         if source.problems and made_by != __version__:
             message = (
                 f"the run was made by finetrainers {made_by}, and this is {__version__}; install that version, or "
@@ -191,7 +192,10 @@ def _checkpoint(name_or_path: str, path: Path, *, use_ema: bool) -> Target:
     averages = path / AVERAGES if use_ema and (path / AVERAGES).is_file() else None
     content = averages or initial.path
     files = [content] if content.is_file() else sorted(content.iterdir())
-    digest = " ".join(manifest["files"][file.relative_to(path).as_posix()]["sha256"] for file in files)
+    names = [file.relative_to(path).as_posix() for file in files]
+    if unlisted := [name for name in names if name not in manifest["files"]]:
+        raise InputError(f"the checkpoint {path} is damaged: {MANIFEST} does not list {unlisted[0]}", "unreadable")
+    digest = " ".join(manifest["files"][name]["sha256"] for name in names)
     step = step_of(path)
     label = path.name if step is None else f"step {step}"
     home, near = path.resolve().parent.parent, path.parent.parent
@@ -229,11 +233,9 @@ def _find_base(lora: Path) -> RawOptions:
     base = settings.get("base_model_name_or_path") or _exported_from(lora)
     card = lora.parent / "README.md"
     if not base and card.is_file():
-        import yaml
-
-        parts = card.read_text(encoding="utf-8", errors="replace").split("---\n")
-        with contextlib.suppress(yaml.YAMLError):
-            header = yaml.safe_load(parts[1]) if len(parts) > 2 and not parts[0].strip() else None
+        parts = read_text(card, errors="replace").split("---\n")
+        with contextlib.suppress(ValueError):
+            header = parse_yaml(parts[1]) if len(parts) > 2 and not parts[0].strip() else None
             base = header.get("base_model") if isinstance(header, Mapping) else None
     return _values(pretrained_model_name_or_path=base) if isinstance(base, str) and base else RawOptions()
 
@@ -244,7 +246,7 @@ def _exported_from(lora: Path) -> str | None:
     Other programs write file names there.
     """
     base = read_header(lora).metadata.get("ss_sd_model_name", "")
-    return base if base.startswith(SCHEME) or is_hub_id(base) or (base and Path(base).is_dir()) else None
+    return base if base.startswith(SCHEME) or is_hub_id(base) or (base and names_existing(base, folder=True)) else None
 
 
 def _values(**values: Any) -> RawOptions:

@@ -9,7 +9,8 @@ from finetrainers.rundir.find import checkpoints_dir, step_of
 from finetrainers.rundir.identity import read_identity
 from finetrainers.rundir.manifest import MANIFEST
 from finetrainers.utils.failures import Kind
-from finetrainers.utils.files import file_sha256, read_jsonl
+from finetrainers.utils.files import file_sha256, open_regular
+from finetrainers.utils.reading import MAX_RECORDS, read_bytes, read_jsonl
 from finetrainers.utils.text import plural
 
 #: Records of a run. Events are only appended, so that a copy has no event that the run does not have.
@@ -70,6 +71,6 @@ def _has_same_beginning(run: Path, target: Path) -> bool:
     """Return whether the metrics of a directory are a beginning of the run's."""
     if not all((root / METRICS).is_file() for root in (run, target)):
         return False
-    beginning = (target / METRICS).read_bytes()
-    with open(run / METRICS, "rb") as file:
+    beginning = read_bytes(target / METRICS, limit=MAX_RECORDS)
+    with open_regular(run / METRICS) as file:
         return bool(beginning) and file.read(len(beginning)) == beginning

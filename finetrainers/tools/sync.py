@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from finetrainers.config.base import read_path
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.plan.initial_weights import INITIAL_LORA
 from finetrainers.rundir.best import BEST
@@ -111,7 +112,7 @@ class Sync:
 
         Without the slash at its end, a single file would get the target's name.
         """
-        return f"{(self.target if self._is_remote else str(Path(self.target).resolve())).rstrip('/')}/"
+        return f"{(self.target if self._is_remote else str(read_path(self.target).resolve())).rstrip('/')}/"
 
     def problems(self) -> Iterator[Problem]:
         """Yield the problems that can be found before anything is copied."""
@@ -125,11 +126,16 @@ class Sync:
         if self.target.startswith("-"):
             message = f"{self.target} begins with a hyphen, as options do; use ./{self.target}"
             yield Problem("TARGET", message)
+        try:
+            path = None if is_remote else read_path(self.target)
+        except ValueError as error:
+            yield Problem.from_error("TARGET", error)
+            return
         if is_remote and self.target.endswith(":"):
             yield Problem("TARGET", f"{self.target} has no directory; use user@host:directory", "required")
-        if not is_remote and (problem := folder_problem(Path(self.target))) is not None:
+        if path is not None and (problem := folder_problem(path)) is not None:
             yield Problem("TARGET", problem)
-        if not is_remote and Path(self.target).resolve().is_relative_to(self.run.resolve()):
+        if path is not None and path.resolve().is_relative_to(self.run.resolve()):
             message = f"{self.target} is the run itself, or inside it; use another directory"
             yield Problem("TARGET", message, "conflict")
         if shutil.which("rsync") is None:
@@ -192,7 +198,7 @@ class Sync:
             ConfigError: it is something else.
         """
         with contextlib.ExitStack() as locks:
-            folder = Path(locks.enter_context(TemporaryDirectory())) if self._is_remote else Path(self.target)
+            folder = Path(locks.enter_context(TemporaryDirectory())) if self._is_remote else read_path(self.target)
             try:
                 locks.enter_context(keep_unused(folder))
             except BlockingIOError:

@@ -39,6 +39,7 @@ from .callbacks.base import Callback
 from .callbacks.evaluation import MethodEvaluation
 from .callbacks.hacking import HackingWatch
 from .callbacks.metrics import MetricsFile, RewardFiles
+from .callbacks.profile import StepProfile
 from .callbacks.progress import ProgressLine
 from .callbacks.scores import SampleScores
 from .callbacks.tracking import TrackedMedia, Tracker
@@ -61,7 +62,9 @@ def assemble(checked: ResolvedRun, parallel: Strategy, watchdog: Watchdog, memor
     print_line(parallel.describe())
     check_restorable(start, parallel)
     spec = checked.family.load(config.model)
-    spec.check_attention(parallel.device, parallel.compute_dtype(trainable_dtype(config)))
+    kernel = spec.check_attention(parallel.device, parallel.compute_dtype(trainable_dtype(config)))
+    if kernel != spec.config.attn_backend and parallel.device.type == "cuda":
+        print_line(f"attention: --attn_backend {spec.config.attn_backend} uses the kernel of {kernel} without a mask")
     scheduler = spec.load_scheduler()
     _print_notes(checked, spec)
 
@@ -161,7 +164,8 @@ def _make_callbacks(
 ) -> list[Callback]:
     """Return the callbacks of the run; rank 0 shows and records it."""
     config, headline = state.config, state.method.headline
-    callbacks: list[Callback] = []
+    # First, so that it ends before samples are drawn.
+    callbacks: list[Callback] = [] if config.run.profile_steps is None else [StepProfile(config.run.profile_steps)]
     trackers = [Tracker(config.run, kind) for kind in config.run.report_to] if state.parallel.is_main else []
     if state.parallel.is_main:
         callbacks += [MetricsFile(), ProgressLine(headline=headline)]

@@ -15,6 +15,7 @@ from finetrainers.memory.advice import MEMORY_OPTIONS, Advice, MemoryOption, mee
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import with_reserve
 from finetrainers.memory.recorder import MemoryRecorder
+from finetrainers.memory.swap_plan import NUM_SLOTS
 from finetrainers.plan.memory_lines import advice_lines
 from finetrainers.plan.memory_plan import run_memory
 from finetrainers.plan.preflight import ResolvedRun
@@ -218,6 +219,12 @@ def suggest_change(config: TrainConfig, phase: str | None, *, on_host: bool = Fa
     workers = config.dataloader.dataloader_num_workers
     if on_host and phase is None and workers > 1:
         return f"--dataloader_num_workers {workers // 2} (fewer clips are decoded at once)"
+    swapped = config.memory.blocks_to_swap
+    if on_host and phase in (LOADING, TRAINING_STEP, None) and isinstance(swapped, int) and swapped:
+        fewer = swapped // 2 if swapped // 2 >= NUM_SLOTS else 0
+        return f"--blocks_to_swap {fewer} (fewer frozen blocks wait in host memory)"
+    if on_host and phase in (TRAINING_STEP, None) and config.memory.stored == "offload":
+        return "--activation_memory checkpoint (blocks are recomputed, and nothing waits in host memory)"
     phase = phase or TRAINING_STEP
     if phase == TRAINING_STEP and config.dataloader.batch_size > 1 and config.memory.stored != "none":
         steps = config.training.gradient_accumulation_steps * config.dataloader.batch_size

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from huggingface_hub import StateDictSplit
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -43,7 +42,7 @@ from finetrainers.utils.failures import InputError
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import file_sha256, fsync_dir, fsync_file
 from finetrainers.utils.hashed_files import Written
-from finetrainers.utils.headers import read_header
+from finetrainers.utils.headers import load_tensors, read_header
 
 from .state import TrainState
 
@@ -239,7 +238,7 @@ def load_lora_weights(directory: Path, transformer: nn.Module, *, adapter: str =
         ValueError: the file does not fit the adapter.
     """
     path = directory / LORA_FILE
-    state = {strip_component(name): tensor for name, tensor in load_file(path).items()}
+    state = {strip_component(name): tensor for name, tensor in load_tensors(path).items()}
     _set_adapter(state, transformer, path, adapter=adapter)
 
 
@@ -329,7 +328,7 @@ def load_ema_weights(path: Path, transformer: nn.Module) -> None:
     Raises:
         ValueError: the file has averages of other weights.
     """
-    parameters, averages = dict(transformer.named_parameters()), load_file(path)
+    parameters, averages = dict(transformer.named_parameters()), load_tensors(path)
     unknown = sorted(averages.keys() - parameters.keys())
     if unknown:
         raise InputError(

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from finetrainers.methods.base import Step
 from finetrainers.optim.in_backward import get_step_in_backward
 from finetrainers.optim.schedules import set_lr
+from finetrainers.parallel.hardware import hardware_monitor
 from finetrainers.plan.start_report import print_stopped
 from finetrainers.plan.throughput import peak_flops, with_rates
 from finetrainers.rundir.find import checkpoints_dir
@@ -31,7 +33,6 @@ from .callbacks.metrics import summarize_records
 from .checkpoints.async_save import BackgroundSave
 from .checkpoints.save import reserve_memory, save_checkpoint
 from .guards.memory import Attempt, advise_on_oom
-from .hardware import hardware_monitor
 from .memory_probe import probe_memory, wants_memory_probe
 from .rollback import roll_back
 from .state import TrainState
@@ -232,7 +233,7 @@ class Trainer:
                 started = time.perf_counter()
                 with attempt:
                     totals = {**accumulate_gradients(state, attempt)}
-            with advise_on_oom("exchanging and clipping gradients"):
+            with advise_on_oom("exchanging and clipping gradients"), record_function("exchange and clip"):
                 parallel.all_reduce()
                 fault_point("backward", parallel.gradients())
                 grad_norm = parallel.clip_grad_norm() if step_in_backward is None else step_in_backward.take_norm()
@@ -295,7 +296,8 @@ class Trainer:
         self._blocked_s += state.staging.wait()
         # Stochastic rounding draws too, and ranks that round differently would hold different weights.
         _seed_global(state.parallel.device, derive_seed(state.config.training.seed, "optimizer", state.step))
-        state.optimizer.step()
+        with record_function("update weights"):
+            state.optimizer.step()
         state.optimizer.zero_grad()
         if state.ema is not None and not getattr(state.optimizer, "step_was_skipped", False):
             state.ema.update()
@@ -435,9 +437,11 @@ def accumulate_gradients(state: TrainState, micro_batches: Attempt) -> dict[str,
         index = position * parallel.data_size + parallel.data_rank
         _seed_global(parallel.device, derive_seed(state.config.training.seed, "step", state.step, index))
         with parallel.accumulate(state.transformer):
-            loss, metrics = state.method.loss(state.transformer, batch)
+            with record_function("loss"):
+                loss, metrics = state.method.loss(state.transformer, batch)
             fault_point("loss", (loss, *metrics.values()))
-            parallel.backward(loss)
+            with record_function("backward"):
+                parallel.backward(loss)
         for name, value in metrics.items():
             totals[name] = totals[name] + value if name in totals else value
         del batch, loss, metrics  # before the next one is made

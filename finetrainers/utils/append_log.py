@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from .files import open_regular
+
 _SUFFIX = ".log"
 
 
@@ -121,7 +123,7 @@ class AppendLog:
 
 def whole_lines(path: Path, start: int = 0) -> tuple[list[bytes], int]:
     """Return the complete lines of a file from a byte on, and the byte after the last of them."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         file.seek(start)
         data = file.read()
     end = data.rfind(b"\n") + 1

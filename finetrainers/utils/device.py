@@ -1,4 +1,4 @@
-"""The device: its probable type, so that wrong options are refused before torch is imported; and copies to it."""
+"""The device: its probable type, so that wrong options are refused before torch is imported; its allocators; copies."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .launch import is_enabled
+from .reading import read_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
 
 #: Variables that configure torch's allocator on CUDA: the current one, and the one before torch 2.9.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+#: Setting of the size, in MiB, up to which page-locked memory is rounded up to a power of two; torch 2.13 has it.
+PINNED_SETTING = "pinned_max_round_threshold_mb"
+#: Its value: weights are larger; blocks of equal size serve the smaller copies of all clip sizes.
+PINNED_ROUNDING_MIB = 16
 #: Files of a loaded NVIDIA driver; at least one exists on Linux, in containers and under WSL2.
 _SIGNS_OF_A_DRIVER = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 
@@ -41,16 +48,42 @@ def has_nvidia_driver() -> bool:
     return any(Path(sign).exists() for sign in _SIGNS_OF_A_DRIVER)
 
 
-def use_expandable_segments() -> None:
-    """Let torch's CUDA allocator grow its segments, which fragments less; call it before torch is used.
+def configure_allocator() -> None:
+    """Let torch's CUDA allocator grow its segments, which fragments less, and its page-locked memory be of exact size.
 
-    Only on Linux with a GPU, and unless the user has configured the allocator. The allocator reads its variable on
-    first use; forked and spawned processes inherit it.
+    Call it before torch is used. It does nothing without a GPU, or if the user has configured the allocator; Linux
+    alone can grow segments. The allocator reads its variable on first use; forked and spawned processes inherit it.
     """
-    if likely_device_type() != "cuda" or not sys.platform.startswith("linux") or allocator_settings():
+    if likely_device_type() != "cuda" or allocator_settings():
         return
-    new = tuple(int(part) for part in version("torch").split(".")[:2]) >= (2, 9)
-    os.environ[ALLOCATOR[0] if new else ALLOCATOR[1]] = "expandable_segments:True"
+    settings = ["expandable_segments:True"] if sys.platform.startswith("linux") else []
+    if knows_allocator_setting(PINNED_SETTING):
+        settings.append(f"{PINNED_SETTING}:{PINNED_ROUNDING_MIB}")
+    is_new = tuple(int(part) for part in version("torch").split(".")[:2]) >= (2, 9)
+    if settings:
+        os.environ[ALLOCATOR[0] if is_new else ALLOCATOR[1]] = ",".join(settings)
+
+
+@cache
+def knows_allocator_setting(name: str) -> bool:
+    """Return whether the installed torch has this setting of its allocators; it refuses to start with others.
+
+    It is looked for in torch's library: builds for the CPU accept any name, and importing torch takes seconds.
+    """
+    torch_spec = find_spec("torch")
+    directories = [] if torch_spec is None else torch_spec.submodule_search_locations or []
+    libraries = (Path(directory, "lib", file) for directory in directories for file in ("libc10.so", "c10.dll"))
+    return any(name.encode() in read_bytes(library) for library in libraries if library.is_file())
+
+
+def page_locked_bytes(size: int) -> int:
+    """Return the host memory that torch's allocator takes for page-locked memory of `size` bytes in a run.
+
+    It rounds up to a power of two, above `PINNED_ROUNDING_MIB` only if a run cannot limit that.
+    """
+    settings = allocator_settings()
+    is_limited = PINNED_SETTING in settings if settings else knows_allocator_setting(PINNED_SETTING)
+    return size if is_limited and size > PINNED_ROUNDING_MIB * 2**20 else 1 << max(size - 1, 0).bit_length()
 
 
 def allocator_settings() -> str:
@@ -101,7 +134,8 @@ def device_problem() -> str | None:
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return a tensor on a device; from the host to CUDA through page-locked memory, without waiting for the GPU."""
-    if tensor.device.type != "cpu" or not str(device).startswith("cuda"):
+    """Return a tensor on a device; from the host to a GPU through page-locked memory, without waiting for the GPU."""
+    if tensor.device.type != "cpu" or str(device).startswith("cpu"):
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    pinned = tensor if str(device).startswith("meta") else tensor.pin_memory()
+    return pinned.to(device, non_blocking=True)

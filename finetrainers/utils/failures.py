@@ -20,8 +20,11 @@ Kind = Literal[
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _FULL = os.strerror(errno.ENOSPC)
 #: Parts of messages of allocators: torch's on a device and on the host; CUDA's own (page-locked memory, a context,
-#: within NCCL); cuBLAS's, cuDNN's and cuFFT's.
-_SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
+#: within NCCL); cuBLAS's, cuDNN's and cuFFT's; torch's where CUDA cannot lock memory in place.
+_SIGNS = (
+    "out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed",
+    "registering memory failed with cudaerror: 2",
+)  # fmt: skip
 #: Parts of messages of gloo and NCCL when another process does not take part in a collective.
 _CONNECTIONS = ("gloo/transport/", "ncclRemoteError")
 #: Parts of their messages when that process has not ended, as far as known.
@@ -40,6 +43,23 @@ class InputError(ValueError):
         self.kind = kind
 
 
+class FileError(OSError, InputError):
+    """A file that cannot be used; an OSError, too, so that callers handle it like one of the system."""
+
+    def __init__(self, message: str, kind: Kind = "unreadable", cause: OSError | None = None) -> None:
+        """Args: the message, its kind, and the system's error if there was one."""
+        OSError.__init__(self, message)
+        self.kind = kind
+        self.errno, self.strerror = (None, None) if cause is None else (cause.errno, cause.strerror)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class MissingFileError(FileError, FileNotFoundError):
+    """A file that does not exist."""
+
+
 def error_kind(error: BaseException) -> Kind:
     """Return the kind of problem that an error reports; `invalid` unless it has another."""
     return cast(Kind, getattr(error, "kind", "invalid"))
@@ -49,6 +69,8 @@ def user_message(error: BaseException) -> str | None:
     """Return the sentence that a command prints for an expected error, or None for errors that need a traceback."""
     if isinstance(error, ExpectedError):
         return str(error)
+    if isinstance(error, InputError) and getattr(error, "errno", None) not in _DISK_ERRORS:
+        return str(error)
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _CONNECTIONS):
         return _lost_connection(str(error))
     is_disk_error = isinstance(error, OSError) and error.errno in _DISK_ERRORS
@@ -56,8 +78,10 @@ def user_message(error: BaseException) -> str | None:
     if not is_disk_error and _FULL not in str(error):
         return None
     text = str(error)
-    if isinstance(error, OSError) and error.strerror:
+    if isinstance(error, OSError) and error.strerror and not isinstance(error, FileError):
         text = error.strerror + (f": {error.filename}" if error.filename else "")
+    if isinstance(error, OSError) and error.errno == errno.EROFS:
+        return f"{text}; use a directory on a disk that can be written"
     if "free up space" in text.lower():
         return text  # it has the remedy already
     return f"{text}. Earlier checkpoints are intact: free up space, and continue with --resume_from_checkpoint latest"

@@ -24,11 +24,15 @@ def write_text_atomic(path: Path, text: str | Iterable[str], *, errors: str = "s
     """Write `text`, or its parts, under a temporary name, flush it to disk, and rename it to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8", errors=errors) as file:
-        file.writelines([text] if isinstance(text, str) else text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with open(temporary, "w", encoding="utf-8", errors=errors) as file:
+            file.writelines([text] if isinstance(text, str) else text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:  # a full disk
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
@@ -64,22 +68,6 @@ def append_jsonl(path: Path, record: dict[str, Any]) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(descriptor)
-
-
-def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """Return the JSON objects of a file of JSON lines, and the invalid lines: truncated, not UTF-8, not objects."""
-    records: list[dict[str, Any]] = []
-    damaged: list[bytes] = []
-    for line in path.read_bytes().splitlines():
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, dict):
-            records.append(value)
-        elif line.strip():
-            damaged.append(line)
-    return records, damaged
 
 
 def fsync_tree(root: Path) -> None:
@@ -151,8 +139,8 @@ def missing_path_problem(path: Path, *, folder: bool = False) -> str:
 
     It is a clause for a message that begins with the option and the path.
     """
-    if not folder and path.is_dir():
-        return "is a directory, not a file"
+    if not folder and path.exists():
+        return not_a_file(path.stat().st_mode) or "cannot be read"
     if folder and path.exists():
         return f"is a file, not a directory; use the directory that contains it, {quoted(str(path.parent))}"
     if os.sep == "/" and re.match(r"[A-Za-z]:[\\/]", text := str(path)):
@@ -173,6 +161,11 @@ def missing_path_problem(path: Path, *, folder: bool = False) -> str:
     )
     place = f"the working directory {quoted(str(Path.cwd()))}" if base == Path.cwd() else quoted(str(base))
     return f"does not exist: there is no {quoted(name)} in {place}{suggestion}"
+
+
+def names_existing(path: Path | str, *, folder: bool = False) -> bool:
+    """Return whether a path from a record or a header names a file (or folder); false where no file can be."""
+    return os.path.isdir(path) if folder else os.path.isfile(path)  # noqa: PTH112, PTH113 - pathlib's raise OSError
 
 
 def folder_problem(folder: Path) -> str | None:

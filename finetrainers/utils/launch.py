@@ -14,6 +14,8 @@ from typing import Any
 
 from .failures import InputError, Kind
 from .packaged import find_shared
+from .reading import expect, parse_yaml, read_text
+from .text import is_encodable, shortened, without_controls
 
 #: Variables with an integer, and its minimum.
 _COUNTS = {
@@ -127,7 +129,7 @@ def print_refusal(text: object) -> None:
 
 def print_error(text: object) -> None:
     """Print to standard error after `error: `; on a terminal, lines wrap between words."""
-    message = f"error: {text}".rstrip("\n")
+    message = without_controls(f"error: {text}".rstrip("\n"))
     sys.stderr.write(f"{wrap_prose(message, starts=('',)) if sys.stderr.isatty() else message}\n")
 
 
@@ -164,10 +166,16 @@ def launcher_environment(path: Path) -> dict[str, str]:
     variables = {"WORLD_SIZE": _count(settings, "num_processes"), "NUM_MACHINES": _count(settings, "num_machines")}
     if settings.get("mixed_precision") not in (None, False):
         variables["ACCELERATE_MIXED_PRECISION"] = _text(settings["mixed_precision"])
-    kind = settings.get("distributed_type")
+    for name, value in _table(settings, "parallelism_config").items():
+        if (variable := str(name).upper()) in _COUNTS:
+            variables[variable] = _text(value)
+    kind = expect(settings.get("distributed_type") or "NO", str, "distributed_type")
     if kind == "FSDP":
         variables["ACCELERATE_USE_FSDP"] = "true"
-        variables |= {str(name).upper(): _text(value) for name, value in _table(settings, "fsdp_config").items()}
+        for name, value in _table(settings, "fsdp_config").items():
+            if not re.fullmatch(r"\w+", str(name), re.ASCII):
+                raise ValueError(f"fsdp_config: expected names such as fsdp_version, got {shortened(repr(name))}")
+            variables[str(name).upper()] = _text(value)
     elif kind == "DEEPSPEED":
         deepspeed = _table(settings, "deepspeed_config")
         stage = _text(deepspeed.get("zero_stage", 2))
@@ -181,15 +189,14 @@ def launcher_environment(path: Path) -> dict[str, str]:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    import yaml
-
     path = path if path.is_file() else find_shared(path) or path
     if not path.is_file():
         message = f"{path} cannot be read: {('not a file' if path.exists() else 'file not found')}"
         raise InputError(message, "not_found")
+    text = read_text(path)
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        settings = parse_yaml(text)
+    except ValueError as error:
         raise InputError(f"{path} cannot be read: {error}", "unreadable") from None
     if not isinstance(settings, dict):
         raise InputError(f"{path} is not a config file of `accelerate launch`", "unreadable")
@@ -199,16 +206,24 @@ def _read_settings(path: Path) -> dict[str, Any]:
 def _count(settings: Mapping[str, Any], name: str) -> str:
     value = settings.get(name, 1)
     if isinstance(value, bool) or not re.fullmatch(r"[1-9][0-9]{0,5}", str(value)):
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        raise ValueError(f"{name} must be a whole number of at least 1, got {shortened(repr(value))}")
     return str(value)
 
 
 def _table(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = settings.get(name) or {}
     if not isinstance(value, dict):
-        raise ValueError(f"{name} must be a table of settings, got {value!r}")
+        raise ValueError(f"{name} must be a table of settings, got {shortened(repr(value))}")
     return value
 
 
 def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """Return a value as an environment variable has it.
+
+    Raises:
+        ValueError: it is a list, a table, or not UTF-8 text, or has a NUL character.
+    """
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, (list, dict)) or "\0" in text or not is_encodable(text):
+        raise ValueError(f"expected text, a number, true or false, got {shortened(repr(value))}")
+    return text

@@ -9,12 +9,13 @@ configs that a folder leaves out.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.text import nearest
+
+from .reading import read_json_object
 
 SCHEME = "demo://"
 _PACKAGE = Path(__file__).parents[1]
@@ -67,8 +68,7 @@ def packaged_configs(hub_id: str, part: str, *, estimated: bool = False) -> Path
 
 
 def _read_index(path: Path) -> dict[str, Any]:
-    index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return index
+    return read_json_object(path)
 
 
 def recipes() -> dict[str, Path]:

@@ -61,6 +61,20 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def without_controls(text: str) -> str:
+    """Return untrusted text of several lines as `printable`, but with its line breaks."""
+    return text if text.isascii() and text.isprintable() else "\n".join(map(printable, text.split("\n")))
+
+
+def is_encodable(text: str) -> bool:
+    """Return whether text is UTF-8, as files and environment variables need."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return lines of a table: the first column to the left, numbers to the right."""
     first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]

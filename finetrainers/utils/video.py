@@ -13,6 +13,8 @@ import av
 import numpy as np
 from PIL import Image
 
+from .reading import check_regular, read_bytes
+
 #: Browsers show GIF frames of less than 20 ms more slowly than that.
 _GIF_MS = 20
 
@@ -50,6 +52,7 @@ def write_mp4(path: Path, frames: np.ndarray, *, fps: float, comment: str = "") 
 
 def read_mp4(path: Path, *, columns: int) -> tuple[np.ndarray, list[int]]:
     """Return evenly spaced frames `[N, H, W, 3]` uint8 of a file of `write_mp4`, and their indices."""
+    check_regular(path)
     with av.open(str(path)) as container:
         indices = evenly_spaced(container.streams.video[0].frames, columns)
         frames = [
@@ -62,12 +65,14 @@ def read_mp4(path: Path, *, columns: int) -> tuple[np.ndarray, list[int]]:
 
 def read_comment(path: Path) -> str:
     """Return the comment that `write_mp4` wrote; empty without one."""
+    check_regular(path)
     with av.open(str(path)) as container:
         return container.metadata.get("comment", "")
 
 
 def make_gif(path: Path, *, width: int) -> tuple[bytes, tuple[int, int]]:
     """Return the bytes and size (width, height) of a video as an animated GIF of at most this width, at its speed."""
+    check_regular(path)
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
         fps = float(stream.average_rate or 1)
@@ -88,8 +93,9 @@ def make_gif(path: Path, *, width: int) -> tuple[bytes, tuple[int, int]]:
 
 def web_video(path: Path, *, max_side: int = 512, max_bytes: int = 300_000) -> bytes:
     """Return a video file for a web page: unchanged if small, else encoded again with sides of at most `max_side`."""
+    check_regular(path)
     if path.stat().st_size <= max_bytes:
-        return path.read_bytes()
+        return read_bytes(path, limit=max_bytes)
     output = io.BytesIO()
     with av.open(str(path)) as source, av.open(output, "w", format="mp4") as container:
         source_stream = source.streams.video[0]

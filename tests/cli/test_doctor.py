@@ -49,8 +49,8 @@ def test_this_machine_and_a_run(
     assert "none.toml" in capsys.readouterr().err
     assert refused_command(["doctor", "--python", "x"]) == (2, [("--python", "conflict")])
     assert refused_command(["doctor", "--every", "5", "--disk_mib", "1"]) == (2, [("--disk_mib", "conflict")])
-    assert refused_command(["doctor", "--hosts", "none", "--rsh", "x"]) == (2, [("--hosts", "not_found")])
-    assert refused_command(["doctor", "--hosts", tmp_path, "--rsh", "x"]) == (2, [("--hosts", "unreadable")])
+    assert refused_command(["doctor", "--hosts", "none", "--rsh", "sh"]) == (2, [("--hosts", "not_found")])
+    assert refused_command(["doctor", "--hosts", tmp_path, "--rsh", "sh"]) == (2, [("--hosts", "unreadable")])
 
 
 def test_a_library_that_is_too_old_is_a_problem_of_the_report(

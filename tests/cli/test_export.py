@@ -260,8 +260,8 @@ def test_comfyui_computes_the_network_that_was_exported(
     # A file without them would be read as another network: it is found when it is read back.
     before = path.read_bytes()
     monkeypatch.setattr(lora_formats, "computed_buffers", lambda network: {})
-    with pytest.raises(ValueError, match="pos_embedding"):
-        main(export)
+    assert main(export) != 0
+    assert "pos_embedding" in capsys.readouterr().err
     assert path.read_bytes() == before
 
 

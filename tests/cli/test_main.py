@@ -442,3 +442,12 @@ def test_output_that_nobody_reads_any_more_is_no_failure(command: str) -> None:
     done = subprocess.run(program, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="not here")
+def test_help_that_cannot_be_written_is_a_failure() -> None:
+    with open("/dev/full", "wb") as full:
+        program = [sys.executable, "-m", "finetrainers", "--help"]
+        done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr

@@ -70,6 +70,7 @@ def test_other_derived_sets_are_what_they_were():
               "prompt_embeddings_dir"}  # fmt: skip
     assert those(resume="unlisted") == invocation | places | {
         "init_from", "pretrained_model_name_or_path", "transformer_id", "hub_model_id", "report_to", "tracker_name",
+        "profile_steps",
         "batch_size",
         "gradient_accumulation_steps",
     }  # fmt: skip

@@ -78,6 +78,7 @@ FOREIGN_FLAGS = {
     "include", "local",  # of hf download, as far as their first hyphen
     "load_fast", "reload_multifile",  # of tensorboard
     "command",  # of benchmarks/checkpoint_kills.py
+    "minutes", "target",  # of tests.fuzz
     "write", "cards", "clusters", "sharing",  # of benchmarks/memory_seed_table.py and memory_estimate.py
     "layers",  # of benchmarks/quantization_error.py
     "follow", "rotation", "show",  # of mypy and the tests

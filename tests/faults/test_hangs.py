@@ -11,7 +11,7 @@ import pytest
 from real_process import Python
 
 from finetrainers.utils import exit_codes
-from finetrainers.utils.files import read_jsonl
+from finetrainers.utils.reading import read_jsonl
 
 
 @pytest.mark.rotating

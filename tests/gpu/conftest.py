@@ -42,6 +42,17 @@ def _one_device(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Kernels give the same in every run, for tests that compare bits; without such a kernel, the comparison decides.
+
+    The backward pass of attention otherwise adds gradients in any order.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four clips of one bucket, each with a caption of its own."""

@@ -22,10 +22,9 @@ def test_the_link_is_no_faster_than_its_memory() -> None:
 
 @pytest.mark.alone
 def test_a_measured_step_corrects_the_plan_and_no_bit(
-    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Run], deterministic: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With all of the GPU, and with a little less memory than storing everything takes."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
     plain = start("cuda", **fp32(), activation_memory="checkpoint", dry_batches="off")
     planners: list[ActivationPlanner] = []
     init = ActivationPlanner.__init__

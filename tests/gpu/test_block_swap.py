@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("device", devices(cpu=False))
-def test_a_run_is_the_same_bit_for_bit(device: str, start: Start) -> None:
+def test_a_run_is_the_same_bit_for_bit(device: str, start: Start, deterministic: None) -> None:
     """With and without checkpointing, with samples, and with offloading of the pipeline while they are drawn."""
     for changes in ({}, {"gradient_checkpointing": False}, {"enable_model_cpu_offload": True}):
         given = {**GIVEN, **changes}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -15,14 +15,6 @@ from on_devices import Run, assert_equal, cases, devices, fp32
 from finetrainers.training import trainer
 
 Start = Callable[..., Run]
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    """Kernels give the same in every run; where there are none that do, the comparison decides."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(("device", "family", "training_type"), cases(*product(FAMILIES, ("lora", "full-finetune"))))

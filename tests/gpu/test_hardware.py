@@ -12,9 +12,9 @@ import pytest
 import torch
 from on_devices import Run
 
-from finetrainers.training.hardware import GpuReader, HardwareMonitor, hardware_monitor
-from finetrainers.utils.files import read_jsonl
+from finetrainers.parallel.hardware import GpuReader, HardwareMonitor, hardware_monitor
 from finetrainers.utils.nvidia_smi import gpu_facts
+from finetrainers.utils.reading import read_jsonl
 
 NAMES = {"gpu_power_w", "gpu_temperature_c", "gpu_utilization_percent"}
 #: Of what a GPU can draw, sensors tell a little more now and then.

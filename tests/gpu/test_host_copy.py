@@ -61,7 +61,9 @@ def test_page_locked_memory_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("device", devices(cpu=False))
-def test_checkpoints_that_are_written_beside_the_steps_are_the_same(device: str, start: Callable[..., Run]) -> None:
+def test_checkpoints_that_are_written_beside_the_steps_are_the_same(
+    device: str, start: Callable[..., Run], deterministic: None
+) -> None:
     options = {"use_ema": True, "checkpointing_steps": 1, "train_steps": 4}
     at_once, beside = start(device, **options), start(device, **options, async_checkpointing=True)
     assert beside.curve() == at_once.curve()

@@ -111,7 +111,7 @@ def test_loading_what_does_not_fit_is_said_with_advice(start: Start, monkeypatch
 
 @pytest.mark.parametrize("device", devices(cpu=False))
 def test_dry_batches_see_the_peak_of_training(
-    device: str, start: Start, plain: Start, monkeypatch: pytest.MonkeyPatch
+    device: str, start: Start, deterministic: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The optimizer's state is made by the first update; until then its room is held."""
     if device == "cuda":
@@ -122,13 +122,14 @@ def test_dry_batches_see_the_peak_of_training(
             torch.cuda.reset_peak_memory_stats()
 
         monkeypatch.setattr("finetrainers.training.trainer.probe_memory", then_reset)
-    run = start(device, dry_batches="on", training_type="full-finetune", checkpointing_steps=2)
+    options = {"training_type": "full-finetune", "checkpointing_steps": 2}
+    run = start(device, dry_batches="on", **options)
     [event] = [e for e in run.events if e["event"] == "dry_batch"]
     assert (event["size"], event["samples"]) == ("9x64x64", 2)
     if device == "cuda":
         assert event["peak_gib"] >= 0.98 * torch.cuda.max_memory_allocated() / 2**30 > 0
     else:
         assert event["peak_gib"] is None
-    expected = plain(device, training_type="full-finetune")
+    expected = start(device, **options)
     assert run.curve() == expected.curve()
     assert_equal(run.trained, expected.trained)

@@ -37,6 +37,8 @@ def test_storage_in_eight_bits(device: str, family: str, start: Start, plain: St
 def test_quantized_frozen_weights(device: str, family: str, kind: str, start: Start, plain: Start) -> None:
     if kind == "nf4" and device == "cpu":
         pytest.skip("is refused on CPUs")
+    if kind == "nf4":
+        pytest.importorskip("bitsandbytes")
     run = start(device, family, quantize_frozen=kind)
     rel = 0.3 if kind == "nf4" else 0.1
     assert run.curve() == pytest.approx(plain(device, family).curve(), rel=rel)

@@ -40,7 +40,7 @@ def test_updates_without_replay_are_those_of_replay(
 
 
 @pytest.mark.gpu
-def test_scores_of_a_stream_of_its_own_are_the_same(start: Callable[..., Run]) -> None:
+def test_scores_of_a_stream_of_its_own_are_the_same(start: Callable[..., Run], deterministic: None) -> None:
     """Scored on the GPU that samples, while it samples."""
     found = [
         start("cuda", method="grpo", train_steps=2, batch_size=2, overlap_rewards=overlap) for overlap in (False, True)

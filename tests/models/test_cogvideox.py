@@ -21,6 +21,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from refusals import refused
 
 from finetrainers.config.sections import ModelSection
+from finetrainers.models import cogvideox
 from finetrainers.models.cogvideox import CogVideoXSpec
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import Batch, PromptEmbeds, SampleRequest, VideoMeta
@@ -464,6 +465,7 @@ def test_sizes_without_positions_are_refused(checkpoint_of, version, shape, valu
 def test_lengths_without_learned_positions_are_said_once(checkpoint_of, caplog):
     checkpoint = checkpoint_of("i2v")
     arguments = (torch.tensor([4]), checkpoint.conditions.rows([0]), META)
+    cogvideox._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="finetrainers"), torch.no_grad():
         checkpoint.spec.predict(checkpoint.transformer, latents(3), *arguments)
         assert not [record for record in caplog.records if record.name.startswith("finetrainers")]

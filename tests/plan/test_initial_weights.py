@@ -244,7 +244,7 @@ def test_a_lora_that_does_not_fit_is_refused_from_its_header(
             preflight(load_config(**options(**changes, init_from=str(stages["lora"]), output_dir=str(tmp_path / "n"))))
         return str(caught.value)
 
-    monkeypatch.setattr("finetrainers.training.trained_weights.load_file", None)  # nothing is loaded
+    monkeypatch.setattr("finetrainers.training.trained_weights.load_tensors", None)  # nothing is loaded
     message = refusal(rank=8, lora_alpha=2, use_rslora=True, use_dora=True, target_modules=["to_k", "proj_in"])
     differences = message.partition("adapter: ")[2].split("; ")
     for difference, pattern in zip(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from finetrainers.plan.room import disk_needs
 from finetrainers.plan.sizes_plan import plan_sizes
 from finetrainers.plan.trainable import network_without_weights
 from finetrainers.rewards.clip_models import CLIPScore
+from finetrainers.utils import device
 from finetrainers.utils.gpus import read_gpu
 
 #: Names of parts of a phase.
@@ -176,6 +178,25 @@ def test_processes_share(checked: Callable[..., ResolvedRun], monkeypatch: pytes
     assert "planned for 1 process" in "\n".join(memory_lines(alone_on_gpu, alone_on_gpu.choose()))
     assert host.host["training_step"] > eight.host["training_step"]
     assert host.peaks["checkpoint"] < eight.peaks["checkpoint"]
+
+
+def test_page_locked_copies_are_rounded_up(
+    checked: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch, in an offloaded optimizer's weights and gradients and in offloaded shards, unless a run limits it."""
+    monkeypatch.setattr(device, "PINNED_ROUNDING_MIB", 0)
+    memory = RunMemory(checked(training_type="full-finetune", mixed_precision="bf16", precompute_conditions=True))
+    sizes = [weight.numel() for weight in memory.transformer.parameters()]
+
+    def host(*, is_limited: bool, **changes: Any) -> float:
+        monkeypatch.setattr(device, "knows_allocator_setting", lambda _: is_limited)
+        again = RunMemory(memory.checked, memory.transformer)
+        return again.plan(memory.checked.config.with_values(changes)).host["training_step"]
+
+    rounding = sum(2 ** math.ceil(math.log2(4 * size)) - 4 * size for size in sizes)
+    for changes in ({"use_cpu_offload_optimizer": True}, {"fsdp": "full", "fsdp_cpu_offload": True}):
+        assert host(is_limited=False, **changes) - host(is_limited=True, **changes) == 2 * rounding > 0
+    assert host(is_limited=False) == host(is_limited=True)
 
 
 def test_several_processes_are_advised_to_share_clips(

@@ -14,10 +14,11 @@ import pytest
 from finetrainers.cli.main import main
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import dump_toml, load_config
-from finetrainers.plan.ownership import EXPORTED, _read_json
+from finetrainers.plan.ownership import EXPORTED
 from finetrainers.plan.ready import get_ready
 from finetrainers.results.export_formats import find_source, rename_foreign_exports
 from finetrainers.rundir.identity import IDENTITY, read_identity, take_identity
+from finetrainers.utils.reading import find_json_object
 
 
 def content(root: Path) -> Mapping[str, str]:
@@ -266,7 +267,7 @@ def test_an_export_replaces_the_files_of_an_export_of_the_same_run_alone(
     assert main(again) == 0, capsys.readouterr().err
     identity = read_identity(root)
     assert identity is not None
-    assert _read_json(folder / EXPORTED) == {"run": identity.run, "files": ["run.safetensors"]}
+    assert find_json_object(folder / EXPORTED) == {"run": identity.run, "files": ["run.safetensors"]}
     # Another run, which has its place.
     (root / IDENTITY).unlink()
     shutil.rmtree(root / "checkpoints")

@@ -1,10 +1,9 @@
 """The run directory: no secrets, no doubled steps, and what a new continuation replaces is set aside."""
 
-import errno
 import json
-import os
 import re
 import shutil
+import stat
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +14,7 @@ from finetrainers.rundir.find import find_checkpoint
 from finetrainers.rundir.manifest import write_manifest
 from finetrainers.rundir.run_dir import RunDirectory, without_secrets
 from finetrainers.training.callbacks.metrics import RewardFiles
+from finetrainers.utils.files import not_a_file
 
 
 def test_the_hub_token_is_written_nowhere(tmp_path, monkeypatch):
@@ -85,7 +85,7 @@ def test_records_that_cannot_be_written_never_stop_a_run(tmp_path, caplog):
     for step in (4, 5):
         run_dir.metrics({"step": step})
     assert re.findall(r"(\S+\.jsonl) .*\((.*)\)", caplog.text) == [
-        (str(tmp_path / "metrics.jsonl"), os.strerror(errno.EISDIR))
+        (str(tmp_path / "metrics.jsonl"), not_a_file(stat.S_IFDIR))
     ]
     shutil.rmtree(tmp_path)
     with pytest.raises(FileNotFoundError):

@@ -75,6 +75,8 @@ AFTER = {
     """,
     "Memory, numbers that training has made, and files that vanish or are damaged meanwhile.": """
         data/loading/bad_samples.py: BadSampleTracker.agree, load_clips
+        memory/page_locked.py: page_locked_buffer
+        plan/chosen.py: _read_sizes
         data/loading/precompute.py: CacheFetch._read 2, _refuse_non_finite
         training/checkpoints/save.py: Snapshot.check_finite
         training/guards/memory.py: Attempt.__exit__, MemoryGuard.attempts, advise_on_oom

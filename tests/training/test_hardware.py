@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from finetrainers.training import hardware
-from finetrainers.training.hardware import GpuReader, HardwareMonitor, Reading, combine_readings, hardware_monitor
+from finetrainers.parallel import hardware
+from finetrainers.parallel.hardware import GpuReader, HardwareMonitor, Reading, combine_readings, hardware_monitor
 from finetrainers.utils.network import Traffic
 
 NAMES = ["gpu_power_w", "gpu_temperature_c", "gpu_utilization_percent"]
@@ -223,11 +223,11 @@ def test_a_run_records_what_was_read_and_survives_the_rest(
 
     monkeypatch.setattr("finetrainers.training.trainer.hardware_monitor", monitor)
     monkeypatch.setattr(hardware, "_PERIOD_S", 0.0)
-    with caplog.at_level(logging.WARNING, logger="finetrainers.training.hardware"):
+    with caplog.at_level(logging.WARNING, logger="finetrainers.parallel.hardware"):
         done = run(**options(train_steps=2))
     assert done.curve(*NAMES) == [(1, 512.5, 61.0, 97.0), (2, 512.5, 61.0, 97.0)]
     assert not any(thread.name == "hardware" for thread in threading.enumerate())
-    assert [record.args for record in caplog.records if record.name == "finetrainers.training.hardware"] == [
+    assert [record.args for record in caplog.records if record.name == "finetrainers.parallel.hardware"] == [
         (0, "network", "PermissionError: /proc/net/dev"),
         (0, "gpu_power_w", "Not Supported"),
         (0, "gpu_temperature_c, gpu_utilization_percent", "OSError: lost"),

@@ -21,7 +21,7 @@ from finetrainers.training import memory_failure
 from finetrainers.training.guards.memory import OutOfMemory
 from finetrainers.training.memory_failure import MemoryFailures, planned_memory, suggest_change
 from finetrainers.utils.host_memory import HostMemory
-from finetrainers.utils.phases import ENCODING_TEXT, PHASES, REWARD, ROLLOUT, TRAINING_STEP, VALIDATION, phase
+from finetrainers.utils.phases import ENCODING_TEXT, LOADING, PHASES, REWARD, ROLLOUT, TRAINING_STEP, VALIDATION, phase
 
 
 def first_option(text: str) -> str:
@@ -154,6 +154,21 @@ def test_the_phase_is_that_of_the_cause(tmp_path: Path, monkeypatch: pytest.Monk
 def test_one_setting_to_change(changes: dict[str, Any], name: str, expected: str) -> None:
     config = load_config(model_name="ltx_video", pretrained_model_name_or_path="somewhere", **changes)
     assert first_option(suggest_change(config, name)).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "expected"),
+    [
+        ({"blocks_to_swap": 20}, LOADING, "--blocks_to_swap 10 "),
+        ({"blocks_to_swap": 3}, LOADING, "--blocks_to_swap 0 "),
+        ({"activation_memory": "offload"}, TRAINING_STEP, "--activation_memory checkpoint"),
+    ],
+)
+def test_memory_of_the_host_has_other_settings(changes: dict[str, Any], name: str, expected: str) -> None:
+    """Of what waits there."""
+    config = load_config(model_name="ltx_video", pretrained_model_name_or_path="somewhere", **changes)
+    assert first_option(suggest_change(config, name, on_host=True)).startswith(expected)
+    assert not first_option(suggest_change(config, name)).startswith(expected)
 
 
 def test_every_phase_has_a_setting() -> None:

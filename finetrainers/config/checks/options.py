@@ -374,6 +374,9 @@ def _check_training(config: TrainConfig) -> Iterator[Finding]:
             "`latest`, a step or a directory",
             "conflict",
         )
+    profiled = config.run.profile_steps
+    if profiled is not None and training.train_steps is not None and profiled[1] > training.train_steps:
+        yield "profile_steps", f"must end by --train_steps {training.train_steps}, got {profiled[1]}", "conflict"
     if training.async_checkpointing and training.checkpointing_steps == 0:
         yield "--async_checkpointing has no effect with --checkpointing_steps 0: the run waits for its last checkpoint"
     if training.checkpointing_limit == 1:

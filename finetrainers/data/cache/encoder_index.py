@@ -7,7 +7,6 @@ fingerprint, until the files change, so that a start that finds every caption ne
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from finetrainers.config.sections import ModelSection
 from finetrainers.models.spec import ModelSpec
 from finetrainers.utils.files import write_json_atomic
 from finetrainers.utils.packaged import SCHEME, model_path
+from finetrainers.utils.reading import read_json, read_json_object, read_text
 
 from ..inspect.file_facts import file_version
 from .keys import EncoderEntry, Part, encoder_options, library_versions
@@ -37,7 +37,7 @@ def remember_model(directory: Path, model: ModelSection, part: Part, entry: Enco
 def recall_models(directory: Path, model: ModelSection, part: Part) -> list[EncoderEntry]:
     """Return the entries stored for a part of the configured model; several if its files were replaced in place."""
     paths = sorted(_folder(directory, model, part).glob("*.json"))
-    return [TypeAdapter(EncoderEntry).validate_json(path.read_bytes()) for path in paths]
+    return [TypeAdapter(EncoderEntry).validate_python(read_json(path)) for path in paths]
 
 
 def remember_files(directory: Path, spec: ModelSpec, identity: str) -> None:
@@ -51,7 +51,7 @@ def remember_files(directory: Path, spec: ModelSpec, identity: str) -> None:
 def recall_files(directory: Path, spec: ModelSpec) -> str | None:
     """Return the stored fingerprint of the text encoders, or None if it is unknown or their files have changed."""
     path = _folder(directory, spec.config, "text") / "files" / f"{_stamp(spec)}.json"
-    return json.loads(path.read_text(encoding="utf-8"))["identity"] if path.is_file() else None
+    return read_json_object(path)["identity"] if path.is_file() else None
 
 
 def _stamp(spec: ModelSpec) -> str | None:
@@ -68,7 +68,7 @@ def _stamp(spec: ModelSpec) -> str | None:
         return None
     # The transformer's config may limit the length of prompts.
     transformer = spec.files_of(next(part for part in spec.parts if part.startswith("transformer")))
-    config = next((path.read_text(encoding="utf-8") for path in transformer if path.name == "config.json"), None)
+    config = next((read_text(path) for path in transformer if path.name == "config.json"), None)
     encoding = (ENCODING_VERSION, spec.text_version) if spec.text_version else ENCODING_VERSION
     return TensorCache.key(files=files, transformer=config, versions=library_versions(), encoding=encoding)
 

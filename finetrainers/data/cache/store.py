@@ -34,9 +34,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from finetrainers.utils.append_log import AppendLog
-from finetrainers.utils.failures import ExpectedError
+from finetrainers.utils.failures import ExpectedError, FileError
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import open_regular
+from finetrainers.utils.headers import open_tensors
+from finetrainers.utils.reading import parse_json_object
 
 try:
     import fcntl
@@ -127,11 +129,11 @@ class TensorCache:
         The others are not read, so the checksum is not verified.
         """
         try:
-            with safetensors.safe_open(self.path(key), framework="pt") as file:
+            with open_tensors(self.path(key)) as file:
                 return file.get_tensor(name).clone()  # otherwise the file would stay mapped
         except FileNotFoundError:
             self._doubt(key)
-        except SafetensorError as error:
+        except (SafetensorError, FileError) as error:
             self._remove_damaged(key, error)
         return None
 
@@ -245,11 +247,11 @@ class TensorCache:
     def _opens(self, key: str) -> bool:
         """Return whether the entry's header is complete and the file has the length in it."""
         try:
-            with safetensors.safe_open(self.path(key), framework="pt"):
+            with open_tensors(self.path(key)):
                 return True
         except FileNotFoundError:
             return False
-        except SafetensorError as error:
+        except (SafetensorError, FileError) as error:
             self._remove_damaged(key, error)
             return False
 
@@ -336,4 +338,5 @@ def _payload(data: bytes) -> memoryview:
 
 
 def _metadata(data: bytes) -> dict[str, str]:
-    return json.loads(data[8 : 8 + _header_size(data)]).get("__metadata__", {})
+    metadata = parse_json_object(data[8 : 8 + _header_size(data)], "its header").get("__metadata__")
+    return metadata if isinstance(metadata, dict) else {}

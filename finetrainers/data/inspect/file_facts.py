@@ -28,8 +28,8 @@ from pydantic import StringConstraints, TypeAdapter
 from finetrainers.utils.alive import send_heartbeat
 from finetrainers.utils.append_log import AppendLog
 from finetrainers.utils.files import file_sha256
+from finetrainers.utils.reading import parse_json
 
-from ..reading.sources.rows import parse_json
 from ..reading.status import Decoded, InvalidSample
 from .probe import PROBE_VERSION, Probe
 

@@ -14,6 +14,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import DATA, TrainConfig
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.process_state import gc_paused
+from finetrainers.utils.reading import read_text
 from finetrainers.utils.text import plural, quoted
 
 from ..buckets.bucket_choice import named_buckets
@@ -99,7 +100,7 @@ def _survey(config: TrainConfig, geometry: Geometry, options: ProbeOptions) -> D
         fingerprint=_fingerprint(items, clips, parts, repeats),
         chosen=_chosen_options(parts[0], config) if data.dataset is None else {},
         problem=_problem(items, data, has_batches=batches.any),
-        dataset_toml=data.dataset.read_text(encoding="utf-8-sig") if data.dataset is not None else None,
+        dataset_toml=read_text(data.dataset) if data.dataset is not None else None,
     )
 
 

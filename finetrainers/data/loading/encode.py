@@ -144,7 +144,7 @@ def _replace_rows(conditions: PromptEmbeds, other: PromptEmbeds, rows: Sequence[
     """Return `conditions` with the marked rows taken from `other`."""
 
     def pick(original: Tensor, replacement: Tensor) -> Tensor:
-        mask = torch.tensor(rows, device=original.device).view(-1, *[1] * (original.ndim - 1))
+        mask = to_device(torch.tensor(rows), original.device).view(-1, *[1] * (original.ndim - 1))
         return torch.where(mask, replacement, original)
 
     return PromptEmbeds({name: pick(tensor, other[name]) for name, tensor in conditions.tensors.items()})

@@ -12,6 +12,7 @@ from typing import Any
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import EpochEnd
+from finetrainers.utils.failures import InputError
 
 from ..buckets.buckets import Bucket
 
@@ -106,5 +107,12 @@ class DataPosition:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> DataPosition:
-        """Restore a position from its `state`."""
-        return cls(int(state["seed"]), tuple(map(Segment.from_state, state["stretches"])))
+        """Restore a position from its `state`.
+
+        Raises:
+            InputError: it is not one.
+        """
+        try:
+            return cls(int(state["seed"]), tuple(map(Segment.from_state, state["stretches"])))
+        except (TypeError, ValueError, LookupError, OverflowError) as error:
+            raise InputError(f"the checkpoint's data position cannot be read: {error!r}", "unreadable") from None

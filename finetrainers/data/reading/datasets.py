@@ -7,7 +7,6 @@ changes.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,17 +21,14 @@ from finetrainers.config.errors import Problem, value_kind, value_message
 from finetrainers.config.names import INSTEAD, suggest_option
 from finetrainers.config.root import TrainConfig, fields, former_names
 from finetrainers.config.sections import DataSection
+from finetrainers.utils.failures import error_kind
+from finetrainers.utils.reading import read_toml
 from finetrainers.utils.text import plural
 
 from .diffusion_pipe import Translated, translate
 from .items import DataError, Reading, read_dataset
 from .sources.folder import LISTS, lacks_lists
 from .sources.rows import path_error
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 class _Share(Section):
@@ -179,11 +175,9 @@ def _read_document(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise path_error("dataset", path)
     try:
-        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", kind="unreadable") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise DataError(f"{path} is not valid TOML: {error}", kind="unreadable") from error
+        return read_toml(path)
+    except ValueError as error:
+        raise DataError(str(error), kind=error_kind(error)) from error
 
 
 def _parse_table(

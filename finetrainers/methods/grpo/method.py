@@ -37,6 +37,9 @@ from .rollout_method import RolloutMethod, TimedStep
 
 logger = logging.getLogger(__name__)
 
+#: Remedy on a GPU, where cuDNN's attention has separate kernels with and without gradients.
+_OTHER_KERNEL = ", or, where cuDNN computes attention (H100, H200), --attn_backend _native_flash"
+
 
 @dataclass(frozen=True)
 class Transition:
@@ -221,9 +224,9 @@ class GRPO(RolloutMethod[RolloutBatch, Transition | ReducedGradient]):
         """Warn of ratios that must be 1 and are not."""
         error = float(self._ratio_error)
         if error > self.epsilon / 2:
+            kernel = "" if self.sampler.device.type == "cpu" else _OTHER_KERNEL
             logger.warning(
                 "the trained policy differs from the sampling policy: a ratio that must be 1 is off by %.2g, and the "
-                "clip range is %.2g. In fp32 it is exactly 1; lower precision may require a larger --clip_range",
-                error,
-                self.epsilon,
-            )
+                "clip range is %.2g. In fp32 it is exactly 1; lower precision may require a larger --clip_range%s",
+                error, self.epsilon, kernel,
+            )  # fmt: skip

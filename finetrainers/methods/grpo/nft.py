@@ -157,7 +157,7 @@ class NFT(RolloutMethod[RolloutBatch, NoisyClips]):
             x_t=x_t,
             time=time,
             reward_weight=(advantages / self.section.advantage_clip / 2 + 0.5).clamp(0, 1),
-            share=torch.tensor(part.shares, device=device),
+            share=to_device(torch.tensor(part.shares), device),
             old=old,
             conditions=conditions,
         )

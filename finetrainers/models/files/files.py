@@ -8,20 +8,23 @@ the weights of a part: its config is still that of the base model.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from finetrainers.config.base import expand_home
 from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Json, is_network
 from finetrainers.config.sections import ModelSection
 from finetrainers.config.values import split_part
 from finetrainers.utils.device import likely_device_type
-from finetrainers.utils.failures import InputError
+from finetrainers.utils.failures import FileError, InputError
+from finetrainers.utils.files import open_regular
 from finetrainers.utils.headers import Header, read_header
 from finetrainers.utils.packaged import model_path, packaged_configs
+from finetrainers.utils.reading import MAX_SETTINGS, fits, read_json_object
+from finetrainers.utils.text import printable, shortened
 
 from .hub import away
 
@@ -42,6 +45,16 @@ _SCALES = (
 )
 #: Vocabulary files: a tokenizer's folder holds at least one of them.
 _VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json")
+#: Keys of counts and sizes in configs of networks and schedulers: of layers and steps, and others.
+_COUNT = re.compile(
+    r"(.*_)?(num_(\w+_)?(layers|heads|blocks|train_timesteps|groups)|layers_per_block|\w*channels|\w+_dim|dim_mult"
+    r"|patch_size(_t)?|(spatial|temporal)_compression_ratio|(hidden|intermediate|vocab|image)_size|d_model|d_ff|d_kv)"
+)
+_LAYERS = re.compile(r"layers|blocks|timesteps")
+_OPTIONAL_LAYERS = re.compile(r".*layers_per_block|num_\w+_layers(?<!num_hidden_layers)|.*num_\w*(blocks|groups)")
+_MOST_LAYERS, _LARGEST_SIZE = 100_000, 10_000_000
+#: Largest vocabulary in bytes; published ones have up to 35 MB.
+_MAX_VOCABULARY = 256 << 20
 _MAIN_FILES = (
     "config.json", "scheduler_config.json", "tokenizer_config.json", "preprocessor_config.json", *_VOCABULARIES,
 )  # fmt: skip
@@ -94,7 +107,7 @@ def single_file(config: ModelSection, part: str, folder: Path | None = None) -> 
         folder: folder that the part is read from instead.
     """
     source = (replacement_source(config, part) or "") if folder is None else str(folder)
-    path = Path(source).expanduser()
+    path = Path(expand_home(source))
     return path if source and (path.is_file() or (source.endswith(_SINGLE) and not path.is_dir())) else None
 
 
@@ -183,21 +196,6 @@ def folder_on_disk(config: ModelSection, part: str) -> Path | None:
     return next((path.parent for path in paths if path is not None), None)
 
 
-def read_json(path: Path) -> Json:
-    """Read a JSON object.
-
-    Raises:
-        ValueError: the file holds none; the message names it.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read as JSON: {error}", "unreadable") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must be a JSON object, got {type(value).__name__}")
-    return value
-
-
 def part_config(config: ModelSection, part: str) -> Json | None:
     """Read the config of a part, or return None if it is not on this disk, Hub cache included.
 
@@ -205,7 +203,36 @@ def part_config(config: ModelSection, part: str) -> Json | None:
         ValueError: the file holds none.
     """
     path = component_file(config, part, _config_name(part))
-    return None if path is None else read_json(path)
+    return None if path is None else read_config(path)
+
+
+def read_config(path: Path) -> Json:
+    """Read the config of a part.
+
+    Raises:
+        ValueError: the file holds none, or counts and sizes in it are of other types or no network can have them.
+    """
+    settings = read_json_object(path)
+    problems = list(_size_problems(settings))
+    if not isinstance(settings.get("_class_name", ""), str):
+        problems.append("_class_name must be text")
+    if problems:
+        raise InputError(f"{path}: {'; '.join(problems[:5])}")
+    return settings
+
+
+def _size_problems(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the problems of a config's counts and sizes, including those in its tables."""
+    for key, value in settings.items():
+        if isinstance(value, dict) and not _COUNT.fullmatch(key):
+            yield from _size_problems(value)
+        elif value is not None and _COUNT.fullmatch(key):
+            limit = _MOST_LAYERS if _LAYERS.search(key) else _LARGEST_SIZE
+            minimum = 0 if _OPTIONAL_LAYERS.fullmatch(key) else 1
+            counts = value if isinstance(value, list) and value else [value]
+            if not all(fits(count, int) and minimum <= count <= limit for count in counts):
+                text = shortened(printable(repr(value)), 40)
+                yield f"{key} must be a whole number from {minimum} to {limit:,}, or a list of them, got {text}"
 
 
 def _config_name(part: str) -> str:
@@ -228,7 +255,7 @@ def read_configs(config: ModelSection, parts: Sequence[str]) -> dict[str, Json]:
         index = folder / f"{MODEL_INDEX}.json"
     if index is not None:
         with contextlib.suppress(ValueError):  # only newer checkpoints need it
-            configs[MODEL_INDEX] = read_json(index)
+            configs[MODEL_INDEX] = read_json_object(index)
     for part, entry in (configs.get(MODEL_INDEX) or {}).items():
         if part not in configs and isinstance(entry, list) and entry[:1] != [None] and is_network(part):
             with contextlib.suppress(ValueError):
@@ -250,8 +277,8 @@ def weight_files(folder: Path, part: str, variant: str | None) -> tuple[list[Pat
     single, index = folder / f"{stem}{middle}.safetensors", folder / f"{stem}.safetensors.index{middle}.json"
     # diffusers looks for an index first, transformers for a single file.
     if index.is_file() and not (stem == "model" and single.is_file()):
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        weight_map = read_json_object(index).get("weight_map")
+        if not weight_map or not fits(weight_map, {str: str}):
             raise ValueError(f"{index} has no table 'weight_map' of file names")
         return [folder / name for name in sorted(set(weight_map.values()))], weight_map
     if single.is_file():
@@ -421,8 +448,11 @@ def _examine_single(config: ModelSection, part: str, path: Path) -> Iterator[Val
 
 def _read_problem(path: Path) -> ValueError | None:
     """Return the reason why a single weight file cannot be read, from its name and header, or None if it can."""
-    with path.open("rb") as file:
-        is_gguf = file.read(4) == b"GGUF"
+    try:
+        with open_regular(path) as file:
+            is_gguf = file.read(4) == b"GGUF"
+    except OSError as error:
+        return FileError(f"{path} cannot be read: {error.strerror}", cause=error)
     if is_gguf or path.suffix == ".gguf":
         return InputError(f"{path} holds quantized weights (GGUF), {_GIVE_UNQUANTIZED}", "unsupported")
     if path.suffix in _PICKLES:
@@ -472,7 +502,7 @@ def _quantized_already(folder: Path, header: Header, part: str, *, on_cuda: bool
     """Refuse weights that another tool has quantized; those of text encoders, transformers reads by its own config."""
     settings = {}
     with contextlib.suppress(ValueError):  # reported by `_json_problems`
-        settings = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+        settings = read_json_object(folder / "config.json") if (folder / "config.json").is_file() else {}
     is_text_encoder = part.startswith("text_encoder")
     if "quantization_config" in settings:
         by = (settings["quantization_config"] or {}).get("quant_method", "bitsandbytes")
@@ -501,7 +531,11 @@ def _json_problems(folder: Path) -> Iterator[ValueError]:
     for name in ("config.json", "scheduler_config.json", "tokenizer_config.json", "tokenizer.json"):
         if (folder / name).is_file():
             try:
-                read_json(folder / name)
+                if name in ("config.json", "scheduler_config.json"):
+                    read_config(folder / name)
+                else:
+                    limit = _MAX_VOCABULARY if name in _VOCABULARIES else MAX_SETTINGS
+                    read_json_object(folder / name, limit=limit)
             except ValueError as error:
                 yield error
 

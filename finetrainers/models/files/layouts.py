@@ -17,10 +17,10 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from finetrainers.utils.failures import InputError
+from finetrainers.utils.headers import open_tensors
 from finetrainers.utils.text import plural
 
 from .files import summarize
@@ -203,7 +203,7 @@ def read_tensors(path: Path, match: Match, network: Shapes) -> Iterator[tuple[st
         network: shapes of the network's tensors.
     """
     parts: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
-    with safe_open(path, framework="pt") as file:
+    with open_tensors(path) as file:
         for stored, rows in match.layout.items():
             if stored not in match.held:
                 continue

@@ -7,7 +7,6 @@ block by block in the second. So a written file computes the trained LoRA, and r
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -18,11 +17,11 @@ from typing import Any, Literal
 
 import torch
 from peft.utils.other import get_pattern_key
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from finetrainers.utils.failures import InputError, error_kind
-from finetrainers.utils.headers import read_header
+from finetrainers.utils.headers import check_adapter_settings, load_tensors, read_header
+from finetrainers.utils.reading import read_json_object
 from finetrainers.utils.text import plural
 
 from .files import summarize
@@ -363,12 +362,13 @@ def read_foreign(path: Path, network: Callable[[], nn.Module], *, part: str, fam
     kind = kind_of(header.shapes)
     if kind is None:
         return None
-    tensors = load_file(path)
+    tensors = load_tensors(path)
     try:
         if kind == "peft":
-            prefix, settings = PREFIXES[kind], path.with_name("adapter_config.json")
+            prefix, config = PREFIXES[kind], path.with_name("adapter_config.json")
+            settings = check_adapter_settings(read_json_object(config), config.name) if config.is_file() else {}
             bare = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-            return lora_from_state(bare, json.loads(settings.read_text()) if settings.is_file() else {}, kind)
+            return lora_from_state(bare, settings, kind)
         return from_stored(tensors, network(), "kohya" if kind == "kohya" else "comfyui")
     except ValueError as error:
         message = f"{path} holds no LoRA of a {family} {part}, in {kind} format: {error}"

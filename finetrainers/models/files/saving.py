@@ -11,13 +11,13 @@ from typing import Any
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from diffusers.utils import convert_unet_state_dict_to_peft
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from finetrainers.utils.failures import InputError, error_kind
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.hashed_files import Written, save_safetensors
-from finetrainers.utils.headers import read_header
+from finetrainers.utils.headers import adapter_metadata, load_tensors
+from finetrainers.utils.reading import parse_json
 from finetrainers.utils.text import plural
 
 from ..compiling import unwrap
@@ -92,13 +92,13 @@ def warn_of_version(path: Path, version: str | None) -> None:
 
 def _read_stock(pipeline_cls: Any, path: Path, part: str, family: str) -> Lora:
     """Read a LoRA with diffusers' names, or with those that it translates."""
+    metadata = adapter_metadata(path)  # of the right types, which diffusers does not check
     if hasattr(pipeline_cls, "lora_state_dict"):
         state, metadata = pipeline_cls.lora_state_dict(
             str(path.parent), weight_name=path.name, use_safetensors=True, return_lora_metadata=True
         )
     else:
-        state = load_file(path)
-        metadata = json.loads(read_header(path).metadata.get(LORA_ADAPTER_METADATA_KEY, "{}"))
+        state = load_tensors(path)
     prefix = f"{part}."
     tensors = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
     if tensors and not any("lora_A" in name for name in tensors):
@@ -174,7 +174,7 @@ def _save_facts(directory: Path, transformer: nn.Module, split: StateDictSplit) 
     network = unwrap(transformer)
     # FSDP2 gives the networks that it shards a separate class.
     stock = next(cls.__name__ for cls in type(network).__mro__ if cls.__module__.startswith("diffusers."))
-    config = {**json.loads(network.to_json_string()), "_class_name": stock}
+    config = {**parse_json(network.to_json_string()), "_class_name": stock}
     config.pop("_name_or_path", None)  # a path on this machine, which differs after a resume
     write_text_atomic(directory / network.config_name, json.dumps(config, indent=2, sort_keys=True) + "\n")
     if split.is_sharded:

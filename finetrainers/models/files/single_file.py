@@ -10,12 +10,11 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import ModelMixin
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.hashed_files import Written, save_safetensors
-from finetrainers.utils.headers import read_header
+from finetrainers.utils.headers import load_tensors, read_header
 
 from .layouts import Match, Shapes, build_layout, match_file, read_tensors, stored_tensors
 from .original import ORIGINALS, known_layouts, original_layout
@@ -143,7 +142,7 @@ def _load_transformers(cls: Any, settings: Any, path: Path, dtype: torch.dtype) 
 def _read(path: Path, network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     match = match_network(path, network)
     if match.kind == BY_DIFFUSERS:
-        converted = _converted(network, load_file(path))
+        converted = _converted(network, load_tensors(path))
         assert converted is not None, "it has converted the shapes"
         return iter((name, converted[name]) for name in match.needed if name in converted)
     return read_tensors(path, match, tensor_shapes(network))

@@ -18,10 +18,10 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import is_network
 from finetrainers.config.sections import ModelSection
 from finetrainers.utils.device import meta_device
-from finetrainers.utils.failures import Kind
+from finetrainers.utils.failures import InputError, Kind
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.launch import launched_local_rank
-from finetrainers.utils.text import plural
+from finetrainers.utils.text import plural, shortened
 
 from .files import (
     cast_to_float8,
@@ -29,7 +29,7 @@ from .files import (
     folder_on_disk,
     frozen_dtype,
     part_config,
-    read_json,
+    read_config,
     replacement_source,
     single_file,
     source_option,
@@ -84,14 +84,14 @@ def network_problems(config: ModelSection, networks: Mapping[str, Any]) -> tuple
         if folder is None:
             continue
         shapes = stored_header(folder, part, None if replacement_source(config, part) else config.variant)[0].shapes
-        settings = read_json(folder / "config.json")
+        settings = read_config(folder / "config.json")
         if not shapes or "quantization_config" in settings:  # not downloaded; stored in shapes of the quantizer's
             continue
         where = source_option(config, part)
         try:
-            network = network_on_meta(cls, settings)
-        except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
-            problems.append(Problem(where, f"{folder / 'config.json'} is not a valid {cls.__name__} config: {error}"))
+            network = network_on_meta(cls, settings, str(folder / "config.json"))
+        except InputError as error:
+            problems.append(Problem.from_error(where, error))
             continue
         missing, wrong, unused = compare(network, shapes)
         if _are_renamed(network, missing, {name: shapes[name] for name in unused}):
@@ -138,9 +138,9 @@ def _single_file_problems(config: ModelSection, part: str, cls: Any, path: Path)
     if settings is None or not path.is_file():
         return [], []  # already reported, or still to be downloaded
     try:
-        network = network_on_meta(cls, settings)
-    except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
-        return [Problem(where, f"the config of the {part} is not a valid {cls.__name__} config: {error}")], []
+        network = network_on_meta(cls, settings, f"the config of the {part}")
+    except InputError as error:
+        return [Problem.from_error(where, error)], []
     match, warnings = match_network(path, network), []
     problems: Sequence[ValueError] = ()
     config_file = str(component_file(config, part, "config.json"))
@@ -237,12 +237,20 @@ def non_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return bad
 
 
-def network_on_meta(cls: Any, settings: Mapping[str, Any]) -> nn.Module:
-    """Build a network of diffusers or of transformers without weights, from its config."""
-    with meta_device():
-        if issubclass(cls, ModelMixin):
-            return cls.from_config(dict(settings))
-        return cls(cls.config_class.from_dict(dict(settings)))
+def network_on_meta(cls: Any, settings: Mapping[str, Any], name: str) -> nn.Module:
+    """Build the network of a config; `name` is that of the config in messages.
+
+    Raises:
+        InputError: no network can be built from it.
+    """
+    try:
+        with meta_device():
+            if issubclass(cls, ModelMixin):
+                return cls.from_config(dict(settings))
+            return cls(cls.config_class.from_dict(dict(settings)))
+    except Exception as error:  # of any class, which depends on the value and on the library
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"{name} is not a valid {cls.__name__} config: {shortened(reason, 300)}") from None
 
 
 def _without(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:

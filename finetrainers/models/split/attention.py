@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from finetrainers.config.attention import AUTO, BACKENDS
 from finetrainers.config.errors import ConfigError, Problem
@@ -87,12 +88,21 @@ def set_processors(blocks: Iterable[nn.Module], processor: Any) -> None:
                 layer.processor = processor
 
 
-def check_attention(spec: Any, device: torch.device, dtype: torch.dtype) -> None:
+def check_attention(spec: Any, device: torch.device, dtype: torch.dtype) -> str:
     """Implement `ModelSpec.check_attention`."""
     name = spec.config.attn_backend
-    if name not in (AUTO, "native"):
-        head_dim = spec.configs[spec.facts.trained].get("attention_head_dim", 64)
-        check_backend(name, device=device, dtype=dtype, head_dim=head_dim)
+    head_dim = spec.configs[spec.facts.trained].get("attention_head_dim", 64)
+    if name in (AUTO, "native"):
+        return native_kernel(device=device, dtype=dtype, head_dim=head_dim)
+    check_backend(name, device=device, dtype=dtype, head_dim=head_dim)
+    return str(name)
+
+
+def native_kernel(*, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """Return the backend whose kernel PyTorch selects for attention that is trained and has no mask."""
+    query = torch.empty(1, 2, 192, head_dim, device=device, dtype=dtype, requires_grad=True)
+    selected = SDPBackend(torch._fused_sdp_choice(query, query, query)).name.partition("_ATTENTION")[0].lower()
+    return f"_native_{selected}"
 
 
 def check_backend(name: str, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from finetrainers.draw.curves import is_number
 from finetrainers.plan.lineage import ancestors
 from finetrainers.rundir.find import step_of
 from finetrainers.rundir.run_records import RunRecords
 from finetrainers.sampling.grid import Cell, Grid, Group, Row
-from finetrainers.utils.files import read_jsonl
+from finetrainers.utils.files import names_existing
+from finetrainers.utils.reading import fits, fitting, read_json_object, read_jsonl
 from finetrainers.utils.text import shortened
 from finetrainers.utils.video import evenly_spaced, read_comment
 
@@ -21,6 +22,8 @@ from .watched import Watched
 
 _Place = tuple[str, str, int]  # prompt, size and seed
 _MOST_PROMPTS, _MOST_STEPS = 8, 6
+#: Types in the record of a rollout, which may be edited.
+_SCORES_TYPES = {"heads": {str: dict}, "best": dict, "worst": dict}
 _MISSING = "not on this page"
 #: Initial widths in pixels of a row of clips and of one clip, so that curves stay in sight.
 _ROW, _WIDEST = 1100, 300
@@ -45,7 +48,7 @@ class VideoLimits:
 
     def takes(self, path: Path) -> bool:
         """Return whether a file may be on the page."""
-        return self.count > 0 and (not self.own_size or path.stat().st_size <= self.SMALL)
+        return self.count > 0 and path.is_file() and (not self.own_size or path.stat().st_size <= self.SMALL)
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ def drawn_samples(run: RunRecords, limits: VideoLimits) -> Videos:
     for ledger in sorted((run.root / "samples").glob("*/ledger*.jsonl")):
         for record in sorted(read_jsonl(ledger)[0], key=lambda record: str(record.get("time"))):
             video = ledger.parent / str(record.get("file"))
-            if isinstance(record.get("column"), str) and isinstance(record.get("seed"), int) and video.is_file():
+            if isinstance(record.get("column"), str) and isinstance(record.get("seed"), int) and names_existing(video):
                 place = str(record.get("prompt")), str(record.get("size")), record["seed"]
                 by_place.setdefault(place, {})[record["column"]] = {**record, "video": video}
     columns = sorted(dict.fromkeys(name for clips in by_place.values() for name in clips), key=_column_order)
@@ -171,7 +174,10 @@ def _by_prompt(
 def _column_order(name: str) -> tuple[bool, str, float]:
     """Return the sort key of a column: the base model first, then the weights, each by scale."""
     weights, _, scale = name.partition("_scale-")
-    return name != "base", weights, float(scale) if scale else 1.0
+    try:
+        return name != "base", weights, float(scale or 1)
+    except ValueError:  # edited
+        return name != "base", weights, 1.0
 
 
 def _sample_cell(record: Mapping[str, Any] | None, limits: VideoLimits) -> Cell:
@@ -196,7 +202,7 @@ def watched_videos(watched: Watched, limits: VideoLimits) -> Videos:
     clips = {
         place: video
         for place, record in watched.records.items()
-        if (video := watched.folder / str(record.get("file"))).is_file()
+        if names_existing(video := watched.folder / str(record.get("file")))
     }
     steps = sorted({step for step, _, _ in clips})
     if not steps or limits.count < 1:
@@ -208,7 +214,7 @@ def watched_videos(watched: Watched, limits: VideoLimits) -> Videos:
     def cell(place: _Place, step: int) -> Cell:
         prompt, _, seed = place
         scores = watched.records.get((step, prompt, seed), {}).get("scores") or {}
-        lines = [f"{label} {'failed' if score is None else f'{score:.4g}'}" for label, score in scores.items()]
+        lines = [f"{label} {f'{score:.4g}' if is_number(score) else 'failed'}" for label, score in scores.items()]
         return _cell(clips.get((step, prompt, seed)), limits, caption="\n".join(lines))
 
     places = dict.fromkeys((prompt, "", seed) for _, prompt, seed in clips)
@@ -248,7 +254,7 @@ def _rollout_cell(folder: Path, scores: Mapping[str, Any], head: str, kind: str,
     if clip is None:
         return Cell(None)
     video = folder / str(clip.get("video", f"{kind}.mp4"))
-    return _cell(video if video.is_file() else None, limits, caption=_caption(scores, clip))
+    return _cell(video if names_existing(video) else None, limits, caption=_caption(scores, clip))
 
 
 def _clip_record(scores: Mapping[str, Any], head: str, kind: str) -> Mapping[str, Any] | None:
@@ -259,15 +265,16 @@ def _clip_record(scores: Mapping[str, Any], head: str, kind: str) -> Mapping[str
 
 def _read_scores(folder: Path) -> dict[str, Any]:
     try:
-        scores = json.loads((folder / "scores.json").read_bytes())
-    except (OSError, ValueError):
+        scores = read_json_object(folder / "scores.json")
+    except ValueError:
         return {}
-    return scores if isinstance(scores, dict) and step_of(folder) is not None else {}
+    return {} if step_of(folder) is None else fitting(scores, _SCORES_TYPES)
 
 
 def _caption(scores: Mapping[str, Any], clip: Mapping[str, Any]) -> str:
     """Return scores, advantage and prompt of a clip."""
-    lines = [f"{name} {value:.4g}" for name, value in (clip.get("reward") or {}).items()]
-    if isinstance(clip.get("advantage"), int | float):
+    rewards = clip["reward"] if fits(clip.get("reward"), {str: float}) else {}
+    lines = [f"{name} {value:.4g}" for name, value in rewards.items()]
+    if fits(clip.get("advantage"), float):
         lines.append(f"advantage {clip['advantage']:+.2f}")
     return "\n".join([*lines, shortened(str(scores.get("prompt", "")), 120)])

@@ -365,8 +365,7 @@ def list_commands(run: RunRecords) -> list[tuple[str, str]]:
         if run.status in ("stopped", "ended"):
             resume = f"finetrainers train --config {config} --resume_from_checkpoint latest"
             commands.append(("to continue it", resume))
-    command = run.environment.get("command")
-    if isinstance(command, list) and command:
+    if command := run.environment.get("command"):
         program = "finetrainers" if str(command[0]).endswith(("finetrainers", "__main__.py")) else str(command[0])
         commit = run.environment.get("git")
         commit_note = f", at commit {str(commit)[:12]}" if commit else ""

@@ -12,7 +12,7 @@ from finetrainers.draw.curves import Points, is_number
 from finetrainers.rundir.best import best_checkpoint
 from finetrainers.rundir.find import step_of
 from finetrainers.rundir.run_records import RunRecords
-from finetrainers.utils.files import read_jsonl
+from finetrainers.utils.reading import read_jsonl
 
 
 @dataclass(frozen=True)

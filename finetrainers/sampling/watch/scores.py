@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetrainers.utils.files import append_jsonl, read_jsonl
+from finetrainers.draw.curves import is_number
+from finetrainers.utils.files import append_jsonl
+from finetrainers.utils.reading import read_jsonl
 
 from ..plan import Sample, Variant
 from ..weights import Weights
@@ -53,8 +55,8 @@ class Scores:
         self._variants: dict[str, dict[str, Variant]] = {}  # by manifest and digest of the weights
         self._steps: dict[int, tuple[str, str]] = {}  # manifest and digest of the last record
         for record in read_jsonl(self._path)[0] if self._path.is_file() else []:
-            if isinstance(record.get("key"), str) and isinstance(record.get("manifest"), str):
-                finished = {label: value for label, value in record.get("scores", {}).items() if value is not None}
+            if _is_complete(record):
+                finished = {label: value for label, value in record["scores"].items() if isinstance(value, int | float)}
                 self._index({**record, "scores": finished})
 
     def _index(self, record: Mapping[str, Any]) -> None:
@@ -108,6 +110,12 @@ class Scores:
         """
         for step, (manifest, digest) in sorted(self._steps.items()):
             yield step, manifest, self._variants[manifest][digest]
+
+
+def _is_complete(record: Mapping[str, Any]) -> bool:
+    """Return whether a record has all that is read, of the right types: the file may have been edited."""
+    texts = all(isinstance(record.get(name), str) for name in ("key", "manifest", "weights", "kind", "checkpoint"))
+    return texts and is_number(record.get("step")) and isinstance(record.get("scores"), Mapping)
 
 
 def checkpoint_variant(step: int, weights: Weights) -> Variant:

@@ -6,7 +6,6 @@ uses its shared mode. Otherwise a watch has a separate run in the training's gro
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 from finetrainers.config.root import TrainConfig
 from finetrainers.training.callbacks.samples import video_sheet
 from finetrainers.training.callbacks.trackers import TRACKERS, Media, Place, TrackedRun
-from finetrainers.utils.files import read_jsonl, write_json_atomic
+from finetrainers.utils.files import write_json_atomic
+from finetrainers.utils.reading import read_json_object, read_jsonl
 from finetrainers.utils.video import read_comment
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class _SingleTracker:
         self._sent = {preset: self._read(file) for preset, file in self._files.items()}  # manifests
 
     def _read(self, file: Path) -> list[str]:
-        state = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        state = read_json_object(file) if file.is_file() else {}
         if (state.get("tracker"), state.get("project")) != (self.kind, self.section.tracker_name):
             return []
         if state.get("presets") == self._presets:

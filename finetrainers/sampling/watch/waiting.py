@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetrainers.rundir.lock import in_use, was_used
-from finetrainers.utils.files import read_jsonl
+from finetrainers.utils.reading import read_jsonl
 
 _STOPS = ("stopped", "stopped_by_guard")
 _STATES = ("start", "finished", *_STOPS)

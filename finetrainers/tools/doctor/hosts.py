@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import os
+import re
 import shlex
 import signal
 import time
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.utils.files import missing_path_problem
-from finetrainers.utils.text import printable, quoted
+from finetrainers.utils.reading import parse_json, read_text
+from finetrainers.utils.text import printable, quoted, shortened
 
 from ..sync import login_problem
 
@@ -35,6 +35,7 @@ _AT_ONCE = 64
 _LINE_BYTES = 1 << 22
 #: Seconds that a connection may take to close; its exit code shows the failure.
 _END_S = 10.0
+_SLOTS = re.compile(r"[0-9]{1,5}")
 _SSH_FAILED = 255
 _NO_COMMAND = (126, 127)
 
@@ -69,13 +70,9 @@ def read_hosts(path: Path) -> list[Node]:
         ConfigError: the file or some of its lines cannot be read.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        if path.exists():
-            problem = Problem("--hosts", f"{path} cannot be read: {error}", "unreadable")
-        else:
-            problem = Problem("--hosts", f"{path} {missing_path_problem(path)}", "not_found")
-        raise ConfigError([problem]) from None
+        lines = read_text(path).splitlines()
+    except ValueError as error:
+        raise ConfigError([Problem.from_error("--hosts", error)]) from None
     nodes: dict[str, Node] = {}
     problems = []
     for line_number, line in enumerate(lines, 1):
@@ -85,12 +82,14 @@ def read_hosts(path: Path) -> list[Node]:
         settings = dict(assignment.partition("=")[::2] for assignment in assignments)
         slots, where = settings.get("slots", ""), f"{path}:{line_number}"
         if host.startswith("-") or "=" in host:
-            problems.append(Problem(where, f"{quoted(host)} is not a host name"))
-        elif settings.keys() - {"slots", "max_slots", "max-slots"} or ("slots" in settings and not slots.isdecimal()):
-            problems.append(Problem(where, f"cannot parse {quoted(line.strip())}; write `host` or `host slots=8`"))
+            problems.append(Problem(where, f"{shortened(quoted(host))} is not a host name"))
+        elif settings.keys() - {"slots", "max_slots", "max-slots"} or not _SLOTS.fullmatch(settings.get("slots", "1")):
+            problems.append(
+                Problem(where, f"cannot parse {shortened(quoted(line.strip()))}; write `host` or `host slots=8`")
+            )
         elif host in nodes:
             problems.append(Problem(where, f"duplicate host {host}", "duplicate"))
-        nodes[host] = Node(host, int(slots) if slots.isdecimal() else None)
+        nodes[host] = Node(host, int(slots) if _SLOTS.fullmatch(slots) else None)
     if not nodes:
         problems.append(Problem("--hosts", f"{path} names no host; write one per line", "required"))
     if problems:
@@ -191,7 +190,7 @@ async def _converse(node: Node, process: asyncio.subprocess.Process, question: s
             raise ValueError("the clock is not a number")
         trips.append((received - sent, remote_time - (sent + received) / 2))
     round_trip, skew = min(trips, default=(None, None))
-    facts = _make_printable(json.loads(await _request(process, question)))
+    facts = _make_printable(parse_json(await _request(process, question)))
     if not isinstance(facts, dict):
         raise ValueError("the facts are not a JSON object")
     return replace(node, facts=facts, clock_skew_s=skew, round_trip_s=round_trip)

@@ -5,10 +5,11 @@ A separate process asks for them: a broken installation must not end the report 
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from typing import Any
+
+from finetrainers.utils.reading import parse_json
 
 _CODE = (
     "import json; from finetrainers.tools.doctor.torch_facts import ask_torch; print('\\n' + json.dumps(ask_torch()))"
@@ -46,5 +47,5 @@ def torch_facts() -> dict[str, Any]:
     if completed.returncode:
         lines = [line.strip() for line in completed.stderr.splitlines() if line.strip()]
         return {"torch_error": lines[-1] if lines else f"import torch ends with exit code {completed.returncode}"}
-    facts: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
+    facts: dict[str, Any] = parse_json(completed.stdout.splitlines()[-1])
     return facts

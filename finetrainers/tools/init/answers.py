@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from finetrainers.config.base import read_path
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.values import check_gpu
 from finetrainers.models.registry import families
@@ -49,7 +50,7 @@ def read_data_root(text: str) -> Path:
     Raises:
         ValueError: it does not exist, or is a file.
     """
-    path = Path(text).expanduser()
+    path = read_path(text)
     if not path.is_dir():
         raise InputError(f"{'is a file' if path.exists() else 'no such directory'}: {quoted(text)}", "not_found")
     return path
@@ -76,7 +77,7 @@ def read_model(text: str) -> str:
     if text.startswith(SCHEME):
         model_path(text)
         return text
-    path = Path(text).expanduser()
+    path = read_path(text)
     if path.is_dir():
         return str(path)
     published = [name for family in families().values() for name in family.published]
@@ -114,7 +115,7 @@ def read_output_dir(text: str) -> Path:
     Raises:
         ValueError: it cannot be made, or holds files.
     """
-    path = Path(text).expanduser()
+    path = read_path(text)
     if (problem := folder_problem(path)) is not None:
         raise InputError(problem)
     if path.is_dir() and any(path.iterdir()):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetrainers.rundir.find import checkpoints_dir, step_of
-from finetrainers.utils.files import read_jsonl
+from finetrainers.utils.reading import read_jsonl
 
 from ..guards.hacking import HACKING_GUARD, HackingGuard, RewardHacking, hacking_text
 from .base import Callback, Record

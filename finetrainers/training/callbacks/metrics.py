@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetrainers.methods.base import Summary
-from finetrainers.utils.files import read_jsonl, write_text_atomic
+from finetrainers.utils.files import write_text_atomic
+from finetrainers.utils.reading import read_jsonl
 
 from .base import Callback, Record
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.sections import RunSection
-from finetrainers.utils.files import read_jsonl
+from finetrainers.utils.reading import read_jsonl
 from finetrainers.utils.video import read_comment
 
 from .base import Callback, Record

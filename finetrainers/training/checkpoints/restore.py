@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from finetrainers.config.errors import ConfigError
@@ -22,6 +21,7 @@ from finetrainers.rundir.find import read_state
 from finetrainers.rundir.manifest import MANIFEST, damage
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.faults import fault_point
+from finetrainers.utils.headers import load_tensors
 
 from ..state import TrainState
 
@@ -93,10 +93,10 @@ def load_checkpoint(state: TrainState, directory: Path, *, resets: frozenset[str
     if "optimizer" not in resets:
         _restore_optimizer(state, directory, saved)
     if state.ema is not None and "ema" not in resets:
-        averages = load_file(directory / "ema.safetensors")
+        averages = load_tensors(directory / "ema.safetensors")
         state.ema.load_state_dict({"shadow": averages, "num_updates": saved["ema_updates"]})
     method_file = directory / "method.safetensors"
-    method_tensors = load_file(method_file) if method_file.is_file() else {}
+    method_tensors = load_tensors(method_file) if method_file.is_file() else {}
     state.method.load_state_dict(join_state(method_tensors, saved["method"]))
     state.guards.load_state_dict(saved["guards"])
     state.data_ahead = 0 if "data" in resets else saved["guards"]["data_ahead"]

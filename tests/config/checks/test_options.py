@@ -200,13 +200,14 @@ def test_prompt_files(tmp_path):
         ("p.jsonl", '{"prompt": "a", "image": ["x"]}', " entry 1", "invalid", "image: must be"),
         ("p.toml", '[prompts]\nprompt = "a"', "", "required", "[[prompts]]"),
         ("p.toml", 'prompts = "a"', "", "required", "[[prompts]]"),
-        ("p.toml", "caf\u00e9 = 1".encode("latin-1"), ":1", "unreadable", "UTF-8"),
+        ("p.toml", "caf\u00e9 = 1".encode("latin-1"), None, "unreadable", "p.toml:1: "),
         ("p.jsonl", "{", "", "unreadable", "column 2"),
     ],
 )
 def test_prompt_files_of_another_form_are_refused(name, content, place, kind, value, tmp_path):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with refused_options((f"{tmp_path / name}{place}", kind)) as error:
+    where = "--validation_prompts" if place is None else f"{tmp_path / name}{place}"
+    with refused_options((where, kind)) as error:
         prompts(validation_prompts=str(tmp_path / name))
     assert value in str(error.value)
 

@@ -253,6 +253,10 @@ def test_a_policy_that_is_not_the_one_that_sampled_is_noticed(caplog: pytest.Log
     assert metrics["ratio_error"] > 1e-3
     [message] = caplog.messages
     assert float(re.findall(r"\d\.\d+(?:e-\d+)?", message)[0]) == pytest.approx(float(metrics["ratio_error"]), rel=0.05)
+    assert "--attn_backend" not in message
+    method.sampler.device = torch.device("cuda")
+    method.look()
+    assert "--attn_backend _native_flash" in caplog.messages[-1]
 
 
 def test_ratio_normalization_centres_the_ratio() -> None:

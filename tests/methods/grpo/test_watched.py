@@ -31,7 +31,7 @@ def test_gradients_are_summed_by_noise_level() -> None:
 
 def test_the_largest_ratio_error_of_a_step_is_the_sum_of_what_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     method = GRPO.__new__(GRPO)
-    method.epsilon = 0.1
+    method.epsilon, method.sampler = 0.1, SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
     batch = SimpleNamespace(is_first=True, is_fresh=True, share=torch.tensor([0.5, 0.5, 0.0]))
     grown = []
     with caplog.at_level(logging.WARNING):

@@ -18,6 +18,7 @@ from every_family import CHECKPOINTS
 from random_predictions import predict, spec_of
 from refusals import refused_options
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from finetrainers.config.attention import AUTO, BACKENDS, AttnBackendName
 from finetrainers.models.split.attention import AttentionFn, check_backend, set_processors
@@ -189,6 +190,14 @@ def test_flex_computes_as_native() -> None:
     """PyTorch has no backward pass of it on a CPU, and compiles it on a GPU (`tests/gpu`)."""
     q, k, v = (torch.randn(1, 24, 2, 16) for _ in range(3))
     torch.testing.assert_close(AttentionFn("flex")(q, k, v), AttentionFn("native")(q, k, v), rtol=1e-4, atol=1e-4)
+
+
+def test_the_kernel_of_auto_is_named(tiny_repo: Callable[..., Path]) -> None:
+    """As PyTorch selects it for the blocks' heads."""
+    spec = spec_of(tiny_repo("ltx_video"), "ltx_video", AUTO)
+    for backends, expected in (([SDPBackend.MATH], "_native_math"), ([SDPBackend.FLASH_ATTENTION], "_native_flash")):
+        with sdpa_kernel(backends):
+            assert spec.check_attention(torch.device("cpu"), torch.bfloat16) == expected
 
 
 class Layer(nn.Module):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from finetrainers.results.reports import page
 from finetrainers.results.reports.charts import chart_groups
 from finetrainers.results.reports.media import VideoLimits, drawn_samples, rollout_videos, sample_videos, watched_videos
 from finetrainers.results.reports.memory import memory_charts, summarize_memory
@@ -338,9 +339,38 @@ def test_a_page_that_cannot_be_made_fails_no_run(run_dir: Path, caplog: pytest.L
     write_run_report(run_dir)
     assert Page((run_dir / "report.html").read_text()).tags.count("video") == 10
     assert not caplog.records
-    (run_dir / "manifest.jsonl").write_text('{"use": 3, "name": {"a": 1}, "marks": 7}\n')
-    write_run_report(run_dir)
-    assert re.search(r"report\.html .*: TypeError", caplog.text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "chart_groups", lambda runs: runs[0].nothing)
+        write_run_report(run_dir)
+    assert re.search(r"report\.html .*: AttributeError", caplog.text)
+
+
+#: Values that edited records may have.
+ODD: list[Any] = [None, [], "x", {"a": 1}, 10**299, 1e308, float("nan"), True, [[1]], {"training_step": {"host": "x"}}]
+
+
+def test_edited_records_cost_one_value_each(run_dir: Path) -> None:
+    """Each value of each record in turn; the page has everything else."""
+    watched_run(run_dir, "run")
+    (run_dir / "env.json").write_text(json.dumps({"command": ["a"], "packages": {"torch": "2"}, "python": "3"}))
+    extra = [
+        {"time": 1e9, "event": "host_memory_low", "available_gib": 1.0}, {"time": 1e9, "event": "left_out", "clips": 3},
+        {"time": 1e9, "event": "memory", "gib": {"training_step": {"allocated": 4.0}}},
+        {"time": 1e9, "event": "reward_hacking", "step": 3, "judge": "kl", "before": 1.0, "now": 2.0},
+    ]  # fmt: skip
+    write_lines(run_dir / "events.jsonl", [*EVENTS, *extra])
+    write_lines(run_dir / "metrics.jsonl", [{**record, "time": 1e9} for record in METRICS])
+    files = ["env.json", *(path.relative_to(run_dir) for path in run_dir.rglob("*.jsonl"))]
+    for index, file in enumerate(sorted([*files, "rollouts/step-000003/scores.json"], key=str)):
+        text = (run_dir / file).read_text()
+        records = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        for turn in range(max(map(len, records))):  # a key of each record is changed at a time
+            edited = [dict(record) for record in records]
+            for place, record in enumerate(edited):
+                record[[*record][turn % len(record)]] = ODD[(index + turn + place) % len(ODD)]
+            write_lines(run_dir / file, edited)
+            assert "<html" in make_report([read_run(run_dir)], VideoLimits(0))
+        (run_dir / file).write_text(text)
 
 
 def test_rewards_come_first_and_spread_is_drawn(tmp_path: Path) -> None:

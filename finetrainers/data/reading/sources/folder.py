@@ -11,6 +11,7 @@ from pathlib import Path
 
 from finetrainers.config.errors import Problem
 from finetrainers.config.sections import DataSection
+from finetrainers.utils.reading import read_bytes
 from finetrainers.utils.text import nearest, plural, quoted
 
 from ..status import InvalidSample, InvalidSampleError
@@ -244,7 +245,7 @@ def _read_caption(root: Root, name: str) -> str:
     if size > MAX_CAPTION_BYTES:
         raise DataError(f"has {size} bytes, more than the limit of {MAX_CAPTION_BYTES} for captions")
     try:
-        return decode_text(path.read_bytes(), "file")
+        return decode_text(read_bytes(path, limit=MAX_CAPTION_BYTES), "file")
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror or error}") from error
 

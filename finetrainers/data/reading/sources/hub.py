@@ -18,6 +18,7 @@ from typing import Any
 
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.failures import Kind
+from finetrainers.utils.reading import parse_json
 
 from ..status import InvalidSampleError
 from .paths import Root
@@ -162,7 +163,7 @@ class _Reader:
             captions = self.columns.read_captions(record)
         except ValueError as error:
             return Row(where, where, refused=f"its caption is malformed ({error})")
-        extra = json.loads(json.dumps(dict(self.columns.extra(record)), default=_as_text))
+        extra = parse_json(json.dumps(dict(self.columns.extra(record)), default=_as_text))
         if isinstance(value, (bytes, bytearray)):
             value = {"bytes": bytes(value)}
         elif isinstance(value, str):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetrainers.config.errors import Problem
-from finetrainers.utils.failures import InputError, Kind
+from finetrainers.utils.failures import FileError, InputError, Kind
 from finetrainers.utils.files import missing_path_problem
+from finetrainers.utils.reading import MAX_RECORDS, read_bytes
 from finetrainers.utils.text import plural, quoted
 
 from ..status import InvalidSample
@@ -120,25 +120,16 @@ def summarize_items(names: Sequence[str], description: str, singular: str | None
     return f"{plural(len(names), 'item')} {description}: {', '.join(map(printable_name, names[:_MAX_NAMES]))}{more}"
 
 
-def parse_json(text: str, **options: Any) -> Any:
-    """Parse JSON, with one type of error for anything malformed.
-
-    Raises:
-        ValueError: the text is not JSON, or nested too deeply.
-    """
-    try:
-        return json.loads(text, **options)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-
-
 def read_text(path: Path) -> str:
     """Return the UTF-8 text of a file without BOM and carriage returns.
 
     Raises:
-        DataError: there are other bytes; with the position of the first.
+        DataError: it cannot be read, or there are other bytes; with the position of the first.
     """
-    return decode_text(path.read_bytes(), str(path))
+    try:
+        return decode_text(read_bytes(path, limit=MAX_RECORDS), str(path))
+    except FileError as error:
+        raise DataError(str(error), kind=error.kind) from error
 
 
 def decode_text(content: bytes, name: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +14,11 @@ from typing import Any, NoReturn
 from finetrainers.config.errors import Problem
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.failures import InputError, Kind, error_kind
+from finetrainers.utils.reading import parse_json
 from finetrainers.utils.text import nearest
 
 from .masks import MASK
-from .rows import MEDIA_SUFFIXES, NO_EXTRA, DataError, Findings, Row, parse_json, path_error, read_lines, read_text
+from .rows import MEDIA_SUFFIXES, NO_EXTRA, DataError, Findings, Row, path_error, read_lines, read_text
 
 Records = Iterator[tuple[str, Any]]
 
@@ -208,15 +208,14 @@ def _json_records(path: Path, findings: Findings) -> Records:
 
 
 def _jsonl_records(path: Path, findings: Findings) -> Records:
-    decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_unique)
     name = path.name  # a property that is computed at each access
     for number, line in enumerate(read_lines(path), start=1):
         if not line:
             continue
         where = f"{name} line {number}"
         try:
-            record = decoder.decode(line)
-        except (ValueError, RecursionError) as error:
+            record = parse_json(line, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        except ValueError as error:
             findings.problems.append(Problem("", f"{where} is not JSON: {error}", _json_kind(error)))
         else:
             yield where, record

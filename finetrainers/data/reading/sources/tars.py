@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.config.sections import DataSection
+from finetrainers.utils.reading import parse_json
 from finetrainers.utils.text import file_size
 
 from .captions import split_captions
-from .rows import MAX_CAPTION_BYTES, MEDIA_SUFFIXES, DataError, Findings, Row, decode_text, parse_json, printable_name
+from .rows import MAX_CAPTION_BYTES, MEDIA_SUFFIXES, DataError, Findings, Row, decode_text, printable_name
 from .tables import Columns
 from .unpacked import MediaFolder
 

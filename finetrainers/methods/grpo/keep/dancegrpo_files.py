@@ -12,6 +12,7 @@ from torch import Tensor
 from finetrainers.config.root import TrainConfig
 from finetrainers.rewards.pixels import to_uint8
 from finetrainers.utils.files import write_text_atomic
+from finetrainers.utils.reading import read_text
 from finetrainers.utils.video import write_mp4
 
 from ..prompts.prompts import RolloutSample
@@ -61,7 +62,7 @@ class DanceGRPOFiles:
             path = self.folder / f"{name}.txt"
             if not values and not path.is_file():
                 continue  # this run does not have the reward
-            lines = path.read_text(encoding="utf-8").splitlines() if rollout and path.is_file() else []
+            lines = read_text(path).splitlines() if rollout and path.is_file() else []
             lines += ["nan"] * (rollout - len(lines))  # rollouts before this file was requested
             value = values[0] if values else math.nan
             write_text_atomic(path, "".join(f"{line}\n" for line in [*lines[:rollout], f"{value:.6g}"]))

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetrainers.utils.files import read_jsonl, write_json_lines_atomic
+from finetrainers.utils.files import write_json_lines_atomic
+from finetrainers.utils.reading import read_jsonl
 from finetrainers.utils.video import write_mp4
 
 from ..advantage import Advantages

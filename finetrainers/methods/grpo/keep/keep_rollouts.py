@@ -12,7 +12,8 @@ from torch import Tensor
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.rewards.reward_set import Scores
-from finetrainers.utils.files import read_jsonl, write_json_atomic, write_json_lines_atomic
+from finetrainers.utils.files import write_json_atomic, write_json_lines_atomic
+from finetrainers.utils.reading import read_jsonl
 from finetrainers.utils.video import slug, write_mp4
 
 from ..advantage import Advantages

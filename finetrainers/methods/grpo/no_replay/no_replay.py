@@ -111,7 +111,7 @@ class ReducedGradient:
 
     def as_loss(self) -> Tensor:
         """Return the loss; its backward pass hands the gradients to the weights."""
-        value = torch.tensor(self.local.loss, device=self.local.norms.device)
+        value = torch.full((), self.local.loss, device=self.local.norms.device)
         weights, gradients = zip(*self.weights, strict=True)
         return _HandOver.apply(value, gradients, *weights)  # type: ignore[no-any-return]
 

@@ -16,7 +16,9 @@ from finetrainers.config.base import check_text
 from finetrainers.data.reading.items import DataError
 from finetrainers.data.reading.media import decoding, open_image
 from finetrainers.data.reading.status import InvalidSampleError
+from finetrainers.utils.failures import error_kind
 from finetrainers.utils.files import missing_path_problem
+from finetrainers.utils.reading import MAX_RECORDS, parse_json, read_json, read_text
 from finetrainers.utils.seeding import derive_seed, generator
 from finetrainers.utils.text import plural, printable, quoted
 
@@ -203,18 +205,11 @@ class RolloutSample:
 
 def _read(path: Path) -> str:
     try:
-        content = path.read_bytes()
+        return read_text(path, limit=MAX_RECORDS).replace("\r\n", "\n")
     except FileNotFoundError:
         raise DataError(f"prompt file {quoted(str(path))} {missing_path_problem(path)}", kind="not_found") from None
-    except OSError as error:
-        message = f"prompt file {quoted(str(path))} cannot be read: {error.strerror}"
-        raise DataError(message, kind="unreadable") from error
-    try:
-        return content.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        message = f"{path} line {line} is not UTF-8 text: {error.object[error.start]:#04x}"
-        raise DataError(message, kind="unreadable") from error
+    except ValueError as error:
+        raise DataError(f"prompt file {error}", kind=error_kind(error)) from error
 
 
 def _from_text(path: Path, content: str, problems: list[str], notes: list[str]) -> list[Prompt]:
@@ -241,7 +236,7 @@ def _from_json_lines(path: Path, content: str, problems: list[str], notes: list[
             continue
         where = f"{path.name} line {number}"
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except json.JSONDecodeError as error:
             problems.append(f"{where} is not JSON: {error.msg} at column {error.colno}")
             continue
@@ -292,7 +287,7 @@ def _left_out(path: Path, item_name: str, unused: set[str]) -> list[str]:
 
 def _from_encoded(path: Path, content: str, problems: list[str], notes: list[str]) -> list[Prompt]:
     try:
-        rows = json.loads(content)
+        rows = parse_json(content)
     except json.JSONDecodeError as error:
         message = f"{path} line {error.lineno} is not JSON: {error.msg} at column {error.colno}"
         raise DataError(message, kind="unreadable") from error
@@ -334,7 +329,7 @@ def overwritten_embeddings(folder: Path, prompts: Sequence[Prompt]) -> str | Non
     if others:
         return f"{folder} holds other files, such as {printable(others[0])}; use a new or empty directory"
     try:
-        rows = json.loads((folder / ENCODED_LIST).read_text(encoding="utf-8"))
+        rows = read_json(folder / ENCODED_LIST, limit=MAX_RECORDS)
         captions = [row["caption"] for row in rows]
     except FileNotFoundError:  # a preparation that was stopped has not written it yet
         return None

@@ -194,10 +194,9 @@ class Sampler:
         stored: list[tuple[list[int], list[Tensor]]] = []
         x = x.to(self.storage).float()  # stored latents must equal those that the network has seen
         for step in range(len(self.times)):
-            index = torch.full((len(x),), step)
-            by_clip = [table.at_steps(index[:1], self.device) for table in tables]
-            now = Transitions(*(torch.cat(parts) for parts in zip(*by_clip, strict=True)))
-            time = self.time(index)
+            by_clip = (torch.stack([c[step] for c in coefficients]) for coefficients in zip(*tables, strict=True))
+            now = Transitions(*(to_device(c.float(), self.device) for c in by_clip))
+            time = self.time(torch.full((len(x),), step))
             network = self.spec.network_at(float(self.times[step]), transformer)
             noise = torch.zeros_like(x)
             if any(float(table.std[step]) > 0 for table in tables):
@@ -214,7 +213,9 @@ class Sampler:
             if len(rows) and gradients is None:
                 # Over the whole batch, as in replay: sums over fewer rows may run in another order.
                 log_old = log_density(after, mean, now.std.clamp_min(torch.finfo(torch.float32).tiny))
-                stored.append((rows.tolist(), self._replay_tensors(rows.to(self.device), x, after, log_old, mean)))
+                stored.append(
+                    (rows.tolist(), self._replay_tensors(to_device(rows, self.device), x, after, log_old, mean))
+                )
             x = after
         return x, _group_by_clip(stored, trained)
 

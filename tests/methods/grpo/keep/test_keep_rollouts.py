@@ -16,7 +16,7 @@ from finetrainers.methods.grpo.advantage import Advantages
 from finetrainers.methods.grpo.keep.keep_rollouts import RolloutKeeper, _select_ranks
 from finetrainers.methods.grpo.prompts.prompts import Prompt, RolloutSample
 from finetrainers.rewards.reward_set import HeadScores, Scores
-from finetrainers.utils.files import read_jsonl
+from finetrainers.utils.reading import read_jsonl
 from finetrainers.utils.video import read_comment, read_mp4
 
 #: Of the first prompt clip 2 is best and 0 worst, since 1 has failed.

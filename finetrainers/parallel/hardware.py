@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from finetrainers.parallel.ranks import DistributedContext
 from finetrainers.utils.launch import launched_local_rank
 from finetrainers.utils.network import DIRECTIONS, Traffic, bytes_per_s, read_traffic
 from finetrainers.utils.nvidia_smi import gpu_facts
+
+from .ranks import DistributedContext
 
 logger = logging.getLogger(__name__)
 
