@@ -142,7 +142,7 @@ def test_samples_with_a_last_frame_in_its_place(tiny_repo: Callable[..., Path]) 
     pipeline.set_progress_bar_config(disable=True)
     rows = PromptEmbeds({"prompt_embeds": torch.zeros(2, *spec.text_shapes()["prompt_embeds"])})
     calls: list[dict[str, Any]] = []
-    network.register_forward_pre_hook(lambda _, args, kwargs: calls.append(dict(kwargs)), with_kwargs=True)
+    network.register_forward_hook(lambda _, args, kwargs, out: calls.append(dict(kwargs)), with_kwargs=True)
     request = SampleRequest(17, 64, 64, 24.0, 3, 1.0, last_image=Image.new("RGB", (64, 64), (250, 10, 10)))
     for given in (request, replace(request, image=Image.new("RGB", (64, 64), (10, 10, 250)))):
         calls.clear()

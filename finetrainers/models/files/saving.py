@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from finetrainers.utils.failures import InputError, error_kind
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.hashed_files import Written, save_safetensors
-from finetrainers.utils.headers import adapter_metadata, load_tensors
+from finetrainers.utils.headers import adapter_metadata, load_tensors, read_header
 from finetrainers.utils.reading import parse_json
 from finetrainers.utils.text import plural
 
