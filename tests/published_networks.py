@@ -81,6 +81,14 @@ NETWORKS = {
         "mochi", "genmo/mochi-1-preview", 10_027_677_744, (37, 480, 848),
         {"prompt_embeds": (256, 4096), "prompt_attention_mask": (256,)}, {},
     ),
+    "LTX-2": Network(
+        "ltx2", "Lightricks/LTX-2", 18_876_174_592, (121, 512, 768), {"prompt_embeds": (1024, 3840)},
+        {"version": "2.0"}, has_frame_times=True,
+    ),
+    "LTX-2.3": Network(
+        "ltx2", "diffusers/LTX-2.3-Diffusers", 18_988_838_144, (121, 512, 768), {"prompt_embeds": (1024, 4096)},
+        {"version": "2.3"}, has_frame_times=True,
+    ),
     "Wan2.1-14B": Network(
         "wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers", 14_288_491_584, (49, 480, 832), {"prompt_embeds": (512, 4096)},
         {"version": "t2v"},

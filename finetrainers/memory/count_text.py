@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedModel
 
 from finetrainers.utils.device import meta_device
 from finetrainers.utils.reading import parse_json
@@ -25,11 +26,12 @@ def text_working_bytes(spec: ModelSpec, part: str, *, batch: int) -> float:
 
     Args:
         spec: of the model.
-        part: the text encoder; for other parts, and if its config is not on this disk, 0 is returned.
+        part: the text encoder; for other parts, such as diffusers' text connectors, and if its config is not on this
+            disk, 0 is returned.
         batch: prompts that are encoded at once.
     """
     settings, cls = spec.configs.get(part), spec.parts[part]
-    if settings is None or not issubclass(cls, torch.nn.Module):
+    if settings is None or not issubclass(cls, PreTrainedModel):
         return 0.0
     try:
         longest = max((shape[0] for shape in spec.text_shapes().values() if len(shape) > 1), default=0)

@@ -209,6 +209,19 @@ def _freeze(model: Any, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+_UNUSED = "_finetrainers_unused"
+
+
+def mark_unused(network: nn.Module, pattern: str | None) -> None:
+    """Mark the weights of a network that training leaves as they are; see `Facts.unused`."""
+    network.__dict__[_UNUSED] = pattern
+
+
+def unused_weights(network: nn.Module) -> str | None:
+    """Return the expression that is found in the names of a network's unused weights, or None if it has none."""
+    return network.__dict__.get(_UNUSED)
+
+
 _FIXED_DTYPE = "_finetrainers_input_dtype"
 
 

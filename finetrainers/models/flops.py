@@ -16,8 +16,9 @@ from torch import nn
 T = TypeVar("T")
 
 #: Input of a layer: the tokens of the clip, of the text, both as one sequence, the text as it was given (no trained
-#: layer comes before it), likewise the states of glyphs and of given images, or a vector per noise level.
-Stream = Literal["video", "text", "joint", "prompt", "glyph", "image", "time"]
+#: layer comes before it), likewise the states of glyphs and of given images, a vector per noise level or per clip, or
+#: nothing, since predictions do not depend on the layer.
+Stream = Literal["video", "text", "joint", "prompt", "glyph", "image", "time", "clip", "none"]
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 #: The backward pass of fused attention computes five products for the two of forward, since it computes the scores
@@ -65,7 +66,10 @@ class Tokens:
         """Return the tokens of a stream of each clip."""
         if stream == "joint":
             return self.video + self.text
-        counts = {"video": self.video, "text": self.text, "glyph": self.glyph, "image": self.image, "time": self.times}
+        counts = {
+            "video": self.video, "text": self.text, "glyph": self.glyph, "image": self.image, "time": self.times,
+            "clip": 1, "none": 0,
+        }  # fmt: skip
         return (self.text if self.prompt is None else self.prompt) if stream == "prompt" else counts[stream]
 
 
@@ -142,7 +146,7 @@ def flops_formula(
         stream = find_stream(name, streams)
         operations = 2.0 * _size(layer)
         gets_gradient = (
-            trains_all or "lora_B" in name or not (is_entry or stream in ("prompt", "glyph", "image", "time"))
+            trains_all or "lora_B" in name or not (is_entry or stream in ("prompt", "glyph", "image", "time", "clip"))
         )
         gradients = int(layer.weight.requires_grad) + int(gets_gradient)
         forward[stream] = forward.get(stream, 0.0) + operations

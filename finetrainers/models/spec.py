@@ -64,10 +64,19 @@ class ModelSpec(PretrainedModel):
     token_plan: SequenceParallelPlan | None = None
     #: Whether the pipeline's guidance is one call of the transformer with both prompts, not a call for each of them.
     guides_in_one_call: bool = True
+    #: Arguments of the network that the family sets otherwise than its pipeline, by name: a value that it forces on the
+    #: pipeline's calls in samples, too, or None if the prediction does not depend on the argument.
+    own_arguments: ClassVar[Mapping[str, Any]] = {}
+    #: Arguments of the pipeline's calls that samples have otherwise than by its defaults.
+    pipeline_arguments: ClassVar[Mapping[str, Any]] = {}
     #: Whether the transformer sees text of the prompt's length, not of one length.
     text_varies: bool = False
     #: Tokens that a text encoder reads, by part, and whether it keeps all layers' states. Default: `text_shapes`, no.
     text_calls: ClassVar[Mapping[str, tuple[int, bool]]] = {}
+    #: Most prompts that `encode_text` gives its encoders at once.
+    texts_at_once: float = math.inf
+    #: Version of text embeddings beyond the weights of the encoders, for cache keys, or None.
+    text_version: str | None = None
     #: Memory of activations, by `training_type`, and of LoRA without autocast; with `-bf16` for trained weights that
     #: compute in 16 bits (FSDP2, stochastic rounding), where that differs. The defaults lie between the families' here.
     activations: ClassVar[Mapping[str, Activations]] = {
@@ -451,6 +460,7 @@ class ModelSpec(PretrainedModel):
         if request.image is not None and self.image_pipeline_class is None:
             raise InputError(self._no_image, "unsupported")
         call: dict[str, Any] = {
+            **self.pipeline_arguments,
             **conditions.tensors,
             **{f"negative_{name}": tensor for name, tensor in negative.tensors.items()},
             "height": request.height,

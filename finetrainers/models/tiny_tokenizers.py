@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video_image2video
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import CLIPTokenizer, LlamaTokenizerFast, T5TokenizerFast
+from transformers import CLIPTokenizer, GemmaTokenizerFast, LlamaTokenizerFast, T5TokenizerFast
 
 _WORDS = """
 a an the and or of in on at to from with over under behind left right up down through into across
@@ -75,6 +75,14 @@ def llama_tokenizer(*, model_max_length: int = 512, sees_image: bool = False) ->
         model_max_length=model_max_length,
         additional_special_tokens=list(special),
     )
+
+
+def gemma_tokenizer(*, model_max_length: int = 1024) -> GemmaTokenizerFast:
+    """Build a Gemma (BPE) tokenizer, which pads on the left; its first tokens are the class's five special ones."""
+    merges, merged = merge_chains([*word] for word in [*WORDS, *(_SPACE + word for word in WORDS)])
+    fallback = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = unique(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *fallback, _SPACE, *_CHARACTERS, *merged])
+    return GemmaTokenizerFast(vocab=token_ids(tokens), merges=merges, model_max_length=model_max_length)
 
 
 def merge_chains(words: Iterable[Sequence[str]]) -> tuple[list[tuple[str, str]], list[str]]:

@@ -18,7 +18,7 @@ from finetrainers.utils.failures import InputError
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        ("ltx", ["ltx_video"]),
+        ("ltx", ["ltx2", "ltx_video"]),
         ("LTXVideo", ["ltx_video"]),
         ("cogvideo", ["cogvideox"]),
         ("cogvideox-5b", ["cogvideox"]),
@@ -28,7 +28,8 @@ from finetrainers.utils.failures import InputError
         ("allegro_1", list(families())),
         ("Cosmos2.5", list(families())),
         ("ltx_video_2", list(families())),
-        ("ltx-2.3", list(families())),
+        ("ltx-2.3", ["ltx2"]),
+        ("LTX-2.5", list(families())),
         ("hunyuan_video_1.5", ["hunyuan_video_15"]),
         ("hunyuan_video_2", ["hunyuan_video"]),
         ("foo", list(families())),

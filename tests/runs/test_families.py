@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from every_family import CHECKPOINTS, FAMILIES
+from every_family import CHECKPOINTS, FAMILIES, in_fp32
 from PIL import Image
 
 from finetrainers.cli.main import main
@@ -179,7 +179,7 @@ def test_the_planned_cache_is_the_written_one(
     model = ModelSection(model_name=family, pretrained_model_name_or_path=values["pretrained_model_name_or_path"])
     facts = families()[family].facts_of(model)
     values |= {} if facts.boundary is None else {"expert": "low"}
-    values |= {"part": ["image_encoder=,fp32"]} if facts.sees_image else {}
+    values |= {"part": in_fp32(facts)}
     for dtype in ("fp32", "bf16"):
         cache = tmp_path / dtype
         run = values | {"precompute_dir": str(cache), "vae_dtype": dtype}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from every_family import CHECKPOINTS, required_options, short_clip
+from every_family import CHECKPOINTS, in_fp32, required_options, short_clip
 from PIL import Image
 from refusals import refused_command
 
@@ -19,6 +19,7 @@ from finetrainers.config.sections import ModelSection, TrainingSection
 from finetrainers.memory.quantization import quantize_frozen
 from finetrainers.models.registry import get_family
 from finetrainers.plan.trainable import make_trainable
+from finetrainers.testing import forced_arguments
 from finetrainers.training.sampling import load_video_segment, sample_seed
 from finetrainers.utils.video import write_mp4
 
@@ -52,7 +53,10 @@ def test_samples_are_those_of_the_pipeline(
     repository = tiny_repo(family, version)
     spec = random_lora(family, repository, tmp_path / "lora")
     flags: list[object] = []
-    given: dict[str, Any] = {"negative_prompt": spec.facts.defaults.get("validation_negative_prompt", "")}
+    given: dict[str, Any] = {
+        **spec.pipeline_arguments,
+        "negative_prompt": spec.facts.defaults.get("validation_negative_prompt", ""),
+    }
     takes_image = spec.facts.first_frame != "none"
     if takes_image:
         Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(
@@ -63,8 +67,8 @@ def test_samples_are_those_of_the_pipeline(
     if spec.facts.last_frame:
         flags += ["--last_image", tmp_path / "image.png"]
         given["last_image"] = given["image"]
-    if spec.facts.sees_image:
-        flags += ["--part", "image_encoder=,fp32"]
+    if parts := in_fp32(spec.facts):
+        flags += ["--part", *parts]
     if spec.config.expert is not None:
         flags += ["--expert", spec.config.expert]
     if spec.facts.media:
@@ -91,17 +95,18 @@ def test_samples_are_those_of_the_pipeline(
         if scale:
             pipeline.load_lora_weights(str(tmp_path / "lora"), adapter_name="mine")
             pipeline.set_adapters(["mine"], [scale])
-        made = pipeline(
-            prompt=PROMPT,
-            height=64,
-            width=64,
-            num_inference_steps=2,
-            guidance_scale=2.5,
-            output_type="np",
-            **size,
-            **given,
-            generator=torch.Generator().manual_seed(sample_seed(SEED, PROMPT)),
-        ).frames[0]
+        with forced_arguments([pipeline.transformer], spec.own_arguments):
+            made = pipeline(
+                prompt=PROMPT,
+                height=64,
+                width=64,
+                num_inference_steps=2,
+                guidance_scale=2.5,
+                output_type="np",
+                **size,
+                **given,
+                generator=torch.Generator().manual_seed(sample_seed(SEED, PROMPT)),
+            ).frames[0]
         name = f"pattern-number-0_{f'lora_scale-{scale:g}' if scale else 'base'}_seed-7.mp4"
         off = np.abs(frames[name].astype(int) - (np.asarray(made) * 255).round()).max()
         assert off <= rounding, name

@@ -40,11 +40,14 @@ _HUNYUAN_EMBEDDERS = (
     (r"^txt_in\.c_embedder\.linear_2\.", "txt_in.c_embedder.out_layer."),
 )
 _LTX, _HUNYUAN, _COG = "LTXVideoTransformer3DModel", "HunyuanVideoTransformer3DModel", "CogVideoXTransformer3DModel"
-_WAN, _MOCHI, _HUNYUAN_15 = "WanTransformer3DModel", "MochiTransformer3DModel", "HunyuanVideo15Transformer3DModel"
+_WAN, _LTX2, _MOCHI = "WanTransformer3DModel", "LTX2VideoTransformer3DModel", "MochiTransformer3DModel"
+_HUNYUAN_15 = "HunyuanVideo15Transformer3DModel"
 #: Layer names in LoRA files, by class of network and format, from the names of the network's tensors.
 _LAYOUTS: Mapping[tuple[str, Foreign], Callable[[list[str]], Layout]] = {
     (_LTX, "comfyui"): lambda names: original_layout(_LTX, names)[0],
     (_LTX, "kohya"): lambda names: original_layout(_LTX, names)[0],
+    (_LTX2, "comfyui"): lambda names: original_layout(_LTX2, names)[0],
+    (_LTX2, "kohya"): lambda names: original_layout(_LTX2, names)[0],
     (_HUNYUAN, "comfyui"): lambda names: rename_layout(original_layout(_HUNYUAN, names)[0], _HUNYUAN_EMBEDDERS),
     (_HUNYUAN, "kohya"): lambda names: original_layout(_HUNYUAN, names)[0],
     (_HUNYUAN_15, "comfyui"): lambda names: rename_layout(original_layout(_HUNYUAN_15, names)[0], _HUNYUAN_EMBEDDERS),

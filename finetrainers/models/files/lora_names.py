@@ -19,6 +19,10 @@ READERS: Mapping[str, Mapping[str, str]] = {
         "comfyui": "ComfyUI (models/loras), and diffusers",
         "kohya": "ComfyUI; no trainer of kohya-ss has LTX-Video",
     },
+    "ltx2": {
+        "comfyui": "ComfyUI (models/loras), diffusers, and Lightricks' ltx-trainer",
+        "kohya": "ComfyUI; no trainer of kohya-ss has LTX-2",
+    },
     "hunyuan_video": {"comfyui": "ComfyUI (models/loras)", "kohya": "musubi-tuner"},
     "hunyuan_video_15": {"comfyui": "ComfyUI (models/loras)", "kohya": "musubi-tuner"},
     "wan": {"comfyui": "ComfyUI (models/loras), and diffusers", "kohya": "musubi-tuner"},
@@ -40,6 +44,7 @@ BLOCKS_ALONE: Mapping[tuple[str, str], str] = {
 #: Name of a network in a file's metadata (`modelspec.architecture`), and the address of its authors' code.
 ARCHITECTURES: Mapping[str, tuple[str, str]] = {
     "ltx_video": ("ltx-video", "https://github.com/Lightricks/LTX-Video"),
+    "ltx2": ("ltx-2", "https://github.com/Lightricks/LTX-2"),
     "hunyuan_video": ("hunyuan-video", "https://github.com/Tencent/HunyuanVideo"),
     "hunyuan_video_15": ("hunyuan-video-1.5", "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5"),
     "wan": ("wan", "https://github.com/Wan-Video/Wan2.2"),

@@ -306,6 +306,25 @@ def _ltx_vae(names: list[str]) -> dict[str, Layout]:
     return {"Lightricks'": rename_layout(build_layout(names, rules), changes)}
 
 
+# ---- LTX-2 ---------------------------------------------------------------------------------------------------------
+
+#: Names of ComfyUI and of Lightricks' own code; those of 2.3 alone come last.
+_LTX2_TRANSFORMER = (
+    (r"^(audio_)?proj_in\.", r"\1patchify_proj."),
+    (r"^(audio_)?time_embed\.", r"\1adaln_single."),
+    (r"^av_cross_attn_(video|audio)_scale_shift\.", r"av_ca_\1_scale_shift_adaln_single."),
+    (r"^av_cross_attn_video_a2v_gate\.", "av_ca_a2v_gate_adaln_single."),
+    (r"^av_cross_attn_audio_v2a_gate\.", "av_ca_v2a_gate_adaln_single."),
+    (r"\.(video|audio)_a2v_cross_attn_scale_shift_table$", r".scale_shift_table_a2v_ca_\1"),
+    (r"\.norm_([qk])\.", r".\1_norm."),
+    (r"^(audio_)?prompt_adaln\.", r"\1prompt_adaln_single."),
+)
+
+
+def _ltx2_transformer(names: list[str]) -> dict[str, Layout]:
+    return {"Lightricks'": rename_layout(build_layout(names, ()), _LTX2_TRANSFORMER)}
+
+
 def _flat(
     half: str, blocks: str, parts: tuple[str, ...], names: Iterable[str], *, first: int, each: bool = False
 ) -> list[Rule]:
@@ -435,6 +454,8 @@ ORIGINALS: dict[str, Original] = {
     "AutoencoderKLCogVideoX": Original("", _cog_vae),
     "LTXVideoTransformer3DModel": Original("model.diffusion_model.", _ltx_transformer),
     "AutoencoderKLLTXVideo": Original("vae.", _ltx_vae),
+    "LTX2VideoTransformer3DModel": Original("model.diffusion_model.", _ltx2_transformer),
+    "AutoencoderKLLTX2Video": Original("vae.", _ltx_vae),
     "WanTransformer3DModel": Original("model.diffusion_model.", _wan_transformer),
     "AutoencoderKLWan": Original("", _wan_vae),
     "MochiTransformer3DModel": Original("", original_mochi.transformer_layouts),
