@@ -33,6 +33,7 @@ from transformers import (
 )
 
 from finetrainers.config.facts import Activations
+from finetrainers.utils.device import to_device
 from finetrainers.utils.failures import InputError
 
 from . import common
@@ -360,7 +361,7 @@ class HunyuanVideo15Spec(ModelSpec):
         if self.facts.first_frame != "channels":
             return meta, trained
         latents = meta.extra["first_frame"]
-        is_given = latents.new_tensor([0 in indexes for indexes in frames])
+        is_given = to_device(torch.tensor([float(0 in indexes) for indexes in frames]), latents.device)
         mask = is_given.view(-1, 1, 1, 1, 1).expand(-1, 1, *latents.shape[2:])
         extra = {**meta.extra, "first_frame": torch.cat([latents, mask], dim=1)}
         if any(0 in indexes for indexes in frames):

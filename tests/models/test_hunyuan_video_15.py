@@ -88,6 +88,7 @@ def of_row(row: int, inputs: tuple[Tensor, Tensor, PromptEmbeds, VideoMeta]) -> 
     return x[row : row + 1], t[row : row + 1], conditions.rows([row]), VideoMeta(meta.fps[row : row + 1], extra)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("trims", [False, True])
 def test_rows_of_a_batch_are_what_the_stock_network_computes_of_each(
     trims: bool, tiny_repo: Callable[..., Path], stock: Callable[[str], Any]
@@ -130,6 +131,7 @@ def test_a_text_that_is_empty_is_an_error(tiny_repo: Callable[..., Path]) -> Non
         )
 
 
+@pytest.mark.rotating
 def test_times_keep_their_precision_in_16_bits(tiny_repo: Callable[..., Path]) -> None:
     """Levels that bf16 cannot tell apart give other predictions."""
     spec = spec_of(tiny_repo("hunyuan_video_15"))
