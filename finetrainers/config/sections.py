@@ -301,8 +301,7 @@ class DiffusionSection(Section):
         "levels are trained more often.", resume="rng", gt=0, le=1000)
     flow_weighting_scheme: Literal["none", "uniform", "logit_normal", "shifted_logit_normal", "mode", "sigma_sqrt",
         "cosmap"] = option("none", "Distribution of training noise levels (`logit_normal`; `shifted_logit_normal`, "
-        "that of LTX-2, stretched and mixed with uniform levels; `mode`), or weight of their losses (`sigma_sqrt`, "
-        "`cosmap`). `none` and `uniform` draw uniformly.", resume="rng")
+        "which is stretched; `mode`), or weight of their losses (`sigma_sqrt`, `cosmap`).", resume="rng")
     flow_logit_mean: float = option(0.0, "Mean of `logit_normal`. A positive mean trains more noise (SD3 paper).",
         resume="rng", needs="flow_weighting_scheme=logit_normal", ge=-20, le=20)
     flow_logit_std: float = option(1.0, "Standard deviation of `logit_normal`.", resume="rng",

@@ -51,7 +51,7 @@ _LOW_QUANTILE, _HIGH_QUANTILE, _LEAST_LEVEL, _UNIFORM_SHARE = -2.5758, 3.0902, 1
 def sample_stretched(generators: Sequence[torch.Generator], mean: float) -> Tensor:
     """Return one noise level per generator of `shifted_logit_normal`, `[B]` fp32 on the generators' device.
 
-    That is the sampler of Lightricks' trainer for LTX-2: sigmoid(mean + N(0, 1)), stretched so that its quantiles of
+    That is sigmoid(mean + N(0, 1)), stretched so that its quantiles of
     0.5% and 99.9% are 0 and 1, which longer clips would hardly reach, or in one of ten cases uniform.
 
     Args:

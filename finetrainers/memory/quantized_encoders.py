@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetrainers.models.files.weights import network_on_meta
-from finetrainers.models.spec import DTYPES, ModelComponents, ModelSpec
+from finetrainers.models.spec import DTYPES, ModelComponents, ModelSpec, network_on_meta
 from finetrainers.utils.reading import parse_json
 
 from .quantization import QuantizedEncoderLinear, bytes_saved, quantizable_layers, quantize_frozen

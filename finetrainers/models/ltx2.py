@@ -32,7 +32,6 @@ from . import common
 from .batch import ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta
 from .common import input_dtype
 from .compiling import unwrap
-from .families.ltx2 import UNUSED
 from .flops import AttentionSpec, Tokens
 from .given_frames import sample_in_place
 from .spec import ModelSpec
@@ -142,7 +141,7 @@ class LTX2Spec(ModelSpec):
         "modality_scale": 1.0, "audio_modality_scale": 1.0, "audio_guidance_scale": None,
     }  # fmt: skip
     streams: ClassVar = {
-        UNUSED: "none",
+        "audio|av_cross_attn|a2v": "none",  # `Facts.unused`
         "time_embed": "time",
         "prompt_adaln": "clip",
         r"caption_projection|attn2\.to_[kv]": "prompt",
@@ -286,7 +285,7 @@ class LTX2Spec(ModelSpec):
             )  # fmt: skip
 
     def pipeline_call(self, conditions: PromptEmbeds, negative: PromptEmbeds, request: SampleRequest) -> dict[str, Any]:
-        """Return the pipeline's arguments, with masks of texts, which have no padding after the connectors."""
+        """Return the pipeline's arguments, with masks of prompts, which have no padding after the connectors."""
         call = {"frame_rate": request.frame_rate} | super().pipeline_call(conditions, negative, request)
         masks = {
             f"{name.removesuffix('embeds')}attention_mask": call[name].new_ones(1, _TEXT_TOKENS, dtype=torch.long)

@@ -22,9 +22,8 @@ from finetrainers.config.sections import TrainingSection
 from finetrainers.memory.quantization import quantizable_layers
 from finetrainers.methods.reference import REFERENCE_ADAPTER
 from finetrainers.methods.registry import method_spec
-from finetrainers.models.common import unused_weights
 from finetrainers.models.registry import build_tiny
-from finetrainers.models.spec import DTYPES, ModelSpec
+from finetrainers.models.spec import DTYPES, ModelSpec, unused_weights
 from finetrainers.utils.device import meta_device
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.seeding import derive_seed

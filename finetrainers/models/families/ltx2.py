@@ -23,7 +23,7 @@ _VIDEO_LAYERS = tuple(
 
 
 #: Weights of sound, and those between sound and video.
-UNUSED = "audio|av_cross_attn|a2v"
+_UNUSED = "audio|av_cross_attn|a2v"
 
 
 def version_of(transformer: Json) -> str:
@@ -68,7 +68,7 @@ def read(configs: Configs) -> Facts:
         first_frame_p=0.1,
         heads=transformer.get("num_attention_heads", 32),
         lora_targets=_VIDEO_LAYERS,
-        unused=UNUSED,
+        unused=_UNUSED,
         lora=_LORA,
         least_steps=2,  # its schedule is stretched to end at its own level, which one step leaves undefined
         defaults={"validation_guidance_scale": 3.0},
