@@ -142,7 +142,8 @@ class LTX2Spec(ModelSpec):
         "modality_scale": 1.0, "audio_modality_scale": 1.0, "audio_guidance_scale": None,
     }  # fmt: skip
     streams: ClassVar = {
-        "audio|av_cross_attn|a2v": "none",  # `Facts.unused`
+        "audio_attn|audio_ff|audio_to_video|video_to_audio": "none",  # `unused_layers`
+        "audio|av_cross_attn|a2v": "clip",  # one token of sound
         "time_embed": "time",
         "prompt_adaln": "clip",
         r"caption_projection|attn2\.to_[kv]": "prompt",
