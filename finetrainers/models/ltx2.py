@@ -119,7 +119,7 @@ class LTX2Spec(ModelSpec):
         "transformer": LTX2VideoTransformer3DModel,
     }
     attention_processor = LTX2AttnProcessor
-    token_plan = SequenceParallelPlan(inputs={"hidden_states": 1, "timestep": 1}, outputs={"rope": 1})
+    token_plan = SequenceParallelPlan(inputs={"hidden_states": 1, "timestep": 1}, outputs={"rope": -2})
     unused_layers = ("audio_attn1", "audio_attn2", "audio_ff", "audio_to_video_attn", "video_to_audio_attn")
     texts_at_once = 1
     text_version = "prompt before learned tokens"  # diffusers had them interleaved until June 2026
