@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,7 @@ from finetrainers.models.batch import Batch, PromptEmbeds, SampleRequest, VideoM
 from finetrainers.models.pixels import MOMENTS
 from finetrainers.models.spec import ModelSpec
 
-__all__ = ["same_calls"]
+__all__ = ["forced_arguments", "same_calls"]
 
 _PROMPTS = ("a red ball", "a blue square moves slowly to the left over the dark sea at night")
 _STEPS, _GUIDANCE, _SEED = 3, 3.0, 5
@@ -134,15 +134,23 @@ class _Checkpoint:
         return self.spec.encode_text(self.texts, prompts)
 
     def _arguments(self, *, with_image: bool, guidance_scale: float) -> dict[str, Any]:
-        """Return arguments of the pipeline's call."""
+        """Return arguments of the pipeline's call, after setting a guider's scale where guidance is a component.
+
+        A pipeline without a size takes that of its image.
+        """
         frames, height, width = self.size
         names = ("image", "last_image") if self.spec.facts.last_frame else ("image",)
-        return {
+        arguments = {
             "prompt": _PROMPTS[0], "negative_prompt": "", "num_frames": frames, "height": height, "width": width,
             "num_inference_steps": _STEPS, "guidance_scale": guidance_scale,
-            "generator": torch.Generator().manual_seed(_SEED),
+            "generator": torch.Generator().manual_seed(_SEED), **self.spec.pipeline_arguments,
             **(dict(zip(names, self.images, strict=False)) if with_image else {}),
         }  # fmt: skip
+        pipeline = self.pipelines[with_image]
+        missing = {"guidance_scale", "height", "width"} - inspect.signature(pipeline.__call__).parameters.keys()
+        if "guidance_scale" in missing:
+            pipeline.guider = pipeline.guider.new(guidance_scale=guidance_scale)
+        return {name: value for name, value in arguments.items() if name not in missing}
 
     def _run_pipeline(self, *, with_image: bool) -> tuple[_Calls, Tensor]:
         """Run the pipeline over noise that does not change; return its calls, and the frames `[T, 3, H, W]` in [0, 1].
@@ -152,12 +160,14 @@ class _Checkpoint:
         """
         pipeline, calls = self.pipelines[with_image], _Calls()
         pipeline.set_progress_bar_config(disable=True)
-        step = pipeline.scheduler.step
+        stock_step = type(pipeline.scheduler).step
 
-        def keep_sample(*args: Any, **kwargs: Any) -> Any:
-            arguments = inspect.signature(step).bind(*args, **kwargs).arguments
+        def keep_sample(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            arguments = inspect.signature(stock_step).bind(scheduler, *args, **kwargs).arguments
+            if scheduler is not pipeline.scheduler:  # a copy, for another stream
+                return stock_step(scheduler, *args, **kwargs)
             calls.times.append(float(arguments["timestep"]))
-            outputs = step(*args, **kwargs)
+            outputs = stock_step(scheduler, *args, **kwargs)
             calls.stepped.append(outputs[0])
             return (arguments["sample"], *outputs[1:])
 
@@ -168,12 +178,16 @@ class _Checkpoint:
         networks = [n for name, n in pipeline.components.items() if name.startswith("transformer") and n is not None]
         with (
             _recorded(networks, calls),
-            patch.object(pipeline.scheduler, "step", keep_sample),
+            forced_arguments(networks, self.spec.own_arguments),
+            patch.object(type(pipeline.scheduler), "step", keep_sample),
             patch.object(sys.modules[type(pipeline).__module__], "randn_tensor", draw),
             _without_posterior_noise(),
         ):
             arguments = self._arguments(with_image=with_image, guidance_scale=1.0)
-            if "true_cfg_scale" in inspect.signature(pipeline.__call__).parameters:
+            accepted = inspect.signature(pipeline.__call__).parameters
+            # Families encode given images as they are.
+            arguments |= {name: 0 for name in ("image_crf",) if with_image and name in accepted}
+            if "true_cfg_scale" in accepted:
                 arguments["true_cfg_scale"] = 1.0  # one call for each step
             return calls, pipeline(**arguments, output_type="pt").frames[0]
 
@@ -205,6 +219,7 @@ class _Checkpoint:
             prediction = self.spec.predict(network, x, t if trained is None else t[:, None] * trained, conditions, meta)
         expected = calls.arguments[step]
         tensors = {n for n, value in {**expected, **own.arguments[0]}.items() if isinstance(value, Tensor)}
+        tensors -= self.spec.own_arguments.keys()
         for argument in sorted(tensors):
             self._check(f"{argument} of {name}", own.arguments[0].get(argument), expected.get(argument))
         self._check(f"output of {name}", own.outputs[0], calls.outputs[step])
@@ -225,7 +240,7 @@ class _Checkpoint:
         if "frame_rate" in inspect.signature(stock.__call__).parameters:
             arguments["frame_rate"] = request.frame_rate
         networks, calls = [n for name, n in stock.components.items() if name.startswith("transformer") and n], _Calls()
-        with _recorded(networks, calls):
+        with _recorded(networks, calls), forced_arguments(networks, spec.own_arguments):
             expected = torch.from_numpy(stock(**arguments, output_type="np").frames[0])
         batch = len(calls.arguments[0]["hidden_states"])
         if spec.facts.guidance is None and batch != (2 if spec.guides_in_one_call else 1):
@@ -267,6 +282,22 @@ def _recorded(networks: Sequence[nn.Module], calls: _Calls) -> Iterator[None]:
         record = lambda _, args, kwargs: calls.arguments.append(dict(kwargs))  # noqa: E731
         hooks.append(network.register_forward_pre_hook(record, with_kwargs=True, prepend=True))
         hooks.append(network.register_forward_hook(lambda _, args, output: calls.outputs.append(output[0])))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def forced_arguments(networks: Sequence[nn.Module], arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Call networks with a family's arguments within the block; None leaves the pipeline's."""
+    own = {name: value for name, value in arguments.items() if value is not None}
+    hooks = [
+        network.register_forward_pre_hook(lambda _, args, kwargs: (args, {**kwargs, **own}), with_kwargs=True)
+        for network in networks
+        if own
+    ]
     try:
         yield
     finally:

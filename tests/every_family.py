@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.config.facts import Facts
+from finetrainers.config.sections import ModelSection
 from finetrainers.models.registry import families
 from finetrainers.utils.addresses import resolve
 
@@ -20,6 +21,12 @@ CHECKPOINTS = tuple(
 )
 
 
+def short_clip(family: str) -> int:
+    """Frames of a clip of at least two latent frames: 9, or the fewest where a latent frame has other than 4 or 8."""
+    temporal = families()[family].facts.geometry.temporal
+    return temporal + 1 if 8 % temporal else 9
+
+
 def deep_repo(tiny_repo: Callable[..., Path], family: str, *, layers: int) -> Path:
     """A family's tiny model with at least four blocks: of two kinds, or `layers` of one."""
     build: Any = resolve(families()[family].tiny or "")
@@ -29,3 +36,9 @@ def deep_repo(tiny_repo: Callable[..., Path], family: str, *, layers: int) -> Pa
 def required_options(facts: Facts) -> dict[str, Any]:
     """Options that a run of a checkpoint must have, and others need not: the expert that is trained."""
     return {} if facts.boundary is None else {"expert": "high"}
+
+
+def in_fp32(facts: Facts) -> list[str]:
+    """Values of `--part` that load the networks in fp32 that have no option for their dtype."""
+    networks = (part for part in facts.networks if part != facts.trained)
+    return [f"{part}=,fp32" for part in networks if f"{part}_dtype" not in ModelSection.model_fields]

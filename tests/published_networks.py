@@ -55,6 +55,12 @@ NETWORKS = {
         "hunyuan_video", "hunyuanvideo-community/HunyuanVideo", 12_821_012_544, (49, 512, 768),
         {"prompt_embeds": (256, 4096), "prompt_attention_mask": (256,), "pooled_prompt_embeds": (768,)}, {},
     ),
+    "HunyuanVideo-1.5": Network(
+        "hunyuan_video_15", "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", 8_326_608_160,
+        (49, 480, 832),
+        {"prompt_embeds": (1000, 3584), "prompt_attention_mask": (1000,), "glyph_embeds": (256, 1472),
+         "glyph_attention_mask": (256,)}, {},
+    ),
     "CogVideoX-2b": Network(
         "cogvideox", "THUDM/CogVideoX-2b", 1_693_783_872, (49, 480, 720), {"prompt_embeds": (226, 4096)},
         {"version": "2b"},
@@ -71,6 +77,18 @@ NETWORKS = {
         "wan", "Wan-AI/Wan2.2-TI2V-5B-Diffusers", 4_999_787_712, (49, 704, 1280), {"prompt_embeds": (512, 4096)},
         {"version": "ti2v"}, has_frame_times=True,
     ),
+    "Mochi": Network(
+        "mochi", "genmo/mochi-1-preview", 10_027_677_744, (37, 480, 848),
+        {"prompt_embeds": (256, 4096), "prompt_attention_mask": (256,)}, {},
+    ),
+    "LTX-2": Network(
+        "ltx2", "Lightricks/LTX-2", 18_876_174_592, (121, 512, 768), {"prompt_embeds": (1024, 3840)},
+        {"version": "2.0"}, has_frame_times=True,
+    ),
+    "LTX-2.3": Network(
+        "ltx2", "diffusers/LTX-2.3-Diffusers", 18_988_838_144, (121, 512, 768), {"prompt_embeds": (1024, 4096)},
+        {"version": "2.3"}, has_frame_times=True,
+    ),
     "Wan2.1-14B": Network(
         "wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers", 14_288_491_584, (49, 480, 832), {"prompt_embeds": (512, 4096)},
         {"version": "t2v"},
@@ -79,8 +97,13 @@ NETWORKS = {
 
 
 def published_repository(tiny: Path, directory: Path, transformer: dict[str, Any]) -> Path:
-    """Configs without weights: the tiny repository's, which has the published VAE's and scheduler's rules."""
-    for part in ("vae", "scheduler"):
+    """Configs without weights: the tiny repository's, which has the published VAE's and scheduler's rules.
+
+    Parts of transformers have none, so that they are not counted.
+    """
+    index = json.loads((tiny / "model_index.json").read_text())
+    libraries = {name: value[0] for name, value in index.items() if isinstance(value, list) and name != "transformer"}
+    for part in (name for name, library in libraries.items() if library not in (None, "transformers")):
         copytree(tiny / part, directory / part, ignore=lambda _, names: [n for n in names if not n.endswith(".json")])
     (directory / "transformer").mkdir()
     (directory / "transformer" / "config.json").write_text(json.dumps(transformer), encoding="utf-8")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_family import required_options
+from every_family import required_options, short_clip
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -118,7 +118,7 @@ def options(tiny_repo: Callable[..., Path], make_clips: Callable[..., Path], tmp
             "model_name": family,
             "pretrained_model_name_or_path": str(repository),
             "data_root": str(make_clips(clips, media=facts.media)),
-            "video_resolution_buckets": ["9x64x64"],
+            "video_resolution_buckets": [f"{short_clip(family)}x64x64"],
             "output_dir": str(tmp_path / "run"),
             "transformer_dtype": "fp32",
             "vae_dtype": "fp32",

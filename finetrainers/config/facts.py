@@ -86,6 +86,8 @@ class Facts:
         guidance: default guidance scale of samples, for networks that take guidance as an input, or None for others.
         least_steps: fewest denoising steps that the checkpoint's scheduler can take.
         lora_targets: modules that LoRA targets by default.
+        unused: expression searched in names of weights that predictions do not depend on here, such as those of sound:
+            they get no LoRA and are not trained.
         boundary: noise-level quantile at and above which one of two experts, `transformer`, denoises; below it
             `transformer_2` does. It is None if one network denoises at all levels.
         noise_range: quantiles that the trained part is for.
@@ -95,6 +97,8 @@ class Facts:
         defaults: options that the checkpoint's publishers recommend for training and samples, by flat name; they apply
             unless the user sets them.
         scene: prompt for something that the model can draw, which is unlike most users' clips.
+        version: version of the model, which LoRA files state, since weights of another have the same names and shapes;
+            or None if there is one.
         misread: the reason why a program takes a file of all weights for another network, by export format.
         read_notes: notes for users on a file that the program reads, by export format.
     """
@@ -115,6 +119,7 @@ class Facts:
     guidance: float | None = None
     least_steps: int = 1
     lora_targets: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")
+    unused: str | None = None
     boundary: float | None = None
     noise_range: tuple[float, float] = (0.0, 1.0)
     media: tuple[str, ...] = ()
@@ -122,6 +127,7 @@ class Facts:
     lora: LoRASettings | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
     scene: str = "a boat on a lake"
+    version: str | None = None
     misread: Mapping[str, str] = field(default_factory=dict, hash=False)
     read_notes: Mapping[str, str] = field(default_factory=dict, hash=False)
 

@@ -57,7 +57,7 @@ _SAME = {
     "train_steps": "max_train_steps max_steps num_train_steps total_steps num_steps steps max_iterations max_iters",
     "train_epochs": "num_train_epochs max_train_epochs num_epochs epochs",
     "gradient_accumulation_steps": "gradient_accumulation grad_accum grad_accumulation_steps accumulation_steps",
-    "compile": "compile_modules torch_compile",
+    "compile": "compile_modules torch_compile compile_dit",
     "attn_backend": "attn_provider_training attention_backend attn_implementation",
     "gradient_checkpointing": "enable_gradient_checkpointing use_gradient_checkpointing activation_checkpointing "
     "enable_activation_checkpointing",
@@ -153,6 +153,7 @@ _INSTEAD = {
     "use --training_type full-finetune --master_weights stochastic_rounding": "full_bf16 full_fp16",
     "use --mixed_precision bf16 or fp16": "bf16 fp16",
     "use --transformer_dtype, --vae_dtype and --text_encoder_dtype": "dtype weight_dtype torch_dtype",
+    "the transformer is in bf16 unless --transformer_dtype is set; remove it": "cast_dit",
     "PyTorch's own attention is the default; --attn_backend flash, _flash_3_hub or xformers chooses another":
         "xformers sdpa flash_attn flash3 sage_attn split_attn mem_eff_attn attn_mode attention_mechanism "
         "enable_xformers_memory_efficient_attention",

@@ -299,9 +299,9 @@ class DiffusionSection(Section):
         "checkpoint's scheduler, else 1.15.", resume="rng", needs="flow_resolution_shifting", ge=-20, le=20)
     flow_shift: float = option(1.0, "Static shift s of training noise levels: s*x / (1 + (s-1)*x). Above 1, noisier "
         "levels are trained more often.", resume="rng", gt=0, le=1000)
-    flow_weighting_scheme: Literal["none", "uniform", "logit_normal", "mode", "sigma_sqrt", "cosmap"] = option("none",
-        "Distribution of training noise levels (`logit_normal`, `mode`), or weight of their losses (`sigma_sqrt`, "
-        "`cosmap`). `none` and `uniform` draw uniformly.", resume="rng")
+    flow_weighting_scheme: Literal["none", "uniform", "logit_normal", "shifted_logit_normal", "mode", "sigma_sqrt",
+        "cosmap"] = option("none", "Distribution of training noise levels (`logit_normal`; `shifted_logit_normal`, "
+        "which is stretched; `mode`), or weight of their losses (`sigma_sqrt`, `cosmap`).", resume="rng")
     flow_logit_mean: float = option(0.0, "Mean of `logit_normal`. A positive mean trains more noise (SD3 paper).",
         resume="rng", needs="flow_weighting_scheme=logit_normal", ge=-20, le=20)
     flow_logit_std: float = option(1.0, "Standard deviation of `logit_normal`.", resume="rng",

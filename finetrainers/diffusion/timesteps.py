@@ -43,6 +43,33 @@ def sample_quantiles(
     return _mode(v, config.flow_mode_scale) if config.flow_weighting_scheme == "mode" else v
 
 
+#: Of `shifted_logit_normal`: normal quantiles (0.5% and 99.9%) whose levels become 0 and 1, the level that lower ones
+#: are reflected at, and the share of uniform levels.
+_LOW_QUANTILE, _HIGH_QUANTILE, _LEAST_LEVEL, _UNIFORM_SHARE = -2.5758, 3.0902, 1e-3, 0.1
+
+
+def sample_stretched(generators: Sequence[torch.Generator], mean: float) -> Tensor:
+    """Return one noise level per generator of `shifted_logit_normal`, `[B]` fp32 on the generators' device.
+
+    That is sigmoid(mean + N(0, 1)), stretched so that its quantiles of
+    0.5% and 99.9% are 0 and 1, which longer clips would hardly reach, or in one of ten cases uniform.
+
+    Args:
+        generators: one for each level.
+        mean: logarithm of the shift, which grows with the number of tokens.
+    """
+    device = generators[0].device
+    draws = [
+        torch.stack([draw((), generator=g, device=device, dtype=torch.float32) for g in generators])
+        for draw in (torch.randn, torch.rand, torch.rand)
+    ]
+    normal, uniform, choice = draws
+    low, high = (torch.sigmoid(torch.tensor(mean + q, device=device)) for q in (_LOW_QUANTILE, _HIGH_QUANTILE))
+    level = (torch.sigmoid(mean + normal) - low) / (high - low)
+    level = torch.where(level >= _LEAST_LEVEL, level, 2 * _LEAST_LEVEL - level).clamp(0, 1)
+    return torch.where(choice > _UNIFORM_SHARE, level, _LEAST_LEVEL + (1 - _LEAST_LEVEL) * uniform)
+
+
 def _mode(v: Tensor, scale: float) -> Tensor:
     return 1 - v - scale * (torch.cos(math.pi * v / 2) ** 2 - 1 + v)
 
@@ -150,6 +177,8 @@ class NoiseLevels:
     def sample(self, generators: Sequence[torch.Generator], num_tokens: int) -> Tensor:
         """Return quantiles `[B]` for one generator per sample, of the configured distribution within the range."""
         shift = self.shift(num_tokens) if self.is_flow else 1.0
+        if self.config.flow_weighting_scheme == "shifted_logit_normal":
+            return sample_stretched(generators, math.log(shift))
         if self.within == (0.0, 1.0):
             u = sample_quantiles(generators, self.config)
             return u if shift == 1.0 else shift_noise_level(u, shift)

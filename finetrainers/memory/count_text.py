@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedModel
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.utils.device import meta_device
@@ -26,14 +27,15 @@ def text_working_bytes(spec: ModelSpec, part: str, *, batch: int) -> float:
 
     Args:
         spec: of the model.
-        part: the text encoder; for other parts, and if its config is not on this disk, 0 is returned.
+        part: the text encoder; for other parts, such as diffusers' text connectors, and if its config is not on this
+            disk, 0 is returned.
         batch: prompts that are encoded at once.
 
     Raises:
         ConfigError: the encoder cannot run with the values of its config.
     """
     settings, cls = spec.configs.get(part), spec.parts[part]
-    if settings is None or not issubclass(cls, torch.nn.Module):
+    if settings is None or not issubclass(cls, PreTrainedModel):
         return 0.0
     try:
         longest = max((shape[0] for shape in spec.text_shapes().values() if len(shape) > 1), default=0)
@@ -61,6 +63,8 @@ def _count(cls: Any, settings: str, tokens: int, keeps_layers: bool, batch: int,
 
     def count(layers: int) -> float:
         shallow = config | {name: min(layers, depth) for name, depth in depths.items()}
+        if config.get("layer_types") is not None:
+            shallow["layer_types"] = config["layer_types"][:layers]
         return count_encoder(cls, shallow, tokens, keeps_layers=keeps_layers, batch=batch, dtype=dtype)
 
     two = count(2)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetrainers.models.spec import DTYPES, ModelComponents, ModelSpec
-from finetrainers.utils.device import meta_device
+from finetrainers.models.spec import DTYPES, ModelComponents, ModelSpec, network_on_meta
 from finetrainers.utils.reading import parse_json
 
 from .quantization import QuantizedEncoderLinear, bytes_saved, quantizable_layers, quantize_frozen
@@ -48,8 +47,7 @@ def _sizes(spec: ModelSpec, part: str) -> tuple[float, float]:
 
 @lru_cache(maxsize=64)
 def _count_sizes(cls: Any, settings: str, kind: str, width: int) -> tuple[float, float]:
-    with meta_device():
-        network = cls(cls.config_class.from_dict(parse_json(settings))).requires_grad_(False)
+    network = network_on_meta(cls, parse_json(settings), "the config of a text encoder").requires_grad_(False)
     saved = bytes_saved(network, kind, skip=(), width=width)
     largest = max((layer.weight.numel() for _, layer in quantizable_layers(network, skip=())), default=0)
     return float(sum(saved.values())), float(largest * width)

@@ -25,12 +25,14 @@ class PromptEmbeds:
         extra: addition of a given image to `VideoMeta.extra`, where clips are sampled from images.
         start: clean latents of the frames that clips start with, `[B, C, F, H, W]`, where clips are sampled from
             images, or None if all frames are sampled.
+        further_lengths: `lengths` by the names of further masks.
     """
 
     tensors: Mapping[str, Tensor]
     lengths: tuple[int, ...] | None = None
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     start: Tensor | None = None
+    further_lengths: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -47,7 +49,17 @@ class PromptEmbeds:
         if lengths is None and mask is not None and mask.device.type == "cpu":
             lengths = _lengths(mask)
         extra = {k: to_device(v, device) for k, v in self.extra.items()}
-        return PromptEmbeds(moved, lengths, extra, None if self.start is None else to_device(self.start, device))
+        start = None if self.start is None else to_device(self.start, device)
+        return PromptEmbeds(moved, lengths, extra, start, self._count_further())
+
+    def _count_further(self, *, waits: bool = False) -> dict[str, tuple[int, ...]]:
+        """Return the lengths that further masks leave: those that the host knows, or all, after waiting for them."""
+        masks = {n: t for n, t in self.tensors.items() if n.endswith("_mask") and n != "prompt_attention_mask"}
+        return {
+            name: self.further_lengths[name] if name in self.further_lengths else _lengths(mask)
+            for name, mask in masks.items()
+            if waits or name in self.further_lengths or mask.device.type == "cpu"
+        }
 
     def rows(self, index: Sequence[int] | slice) -> PromptEmbeds:
         """Return the rows at `index` as a batch."""
@@ -56,12 +68,13 @@ class PromptEmbeds:
         lengths = None if self.lengths is None else tuple(self.lengths[row] for row in rows)
         extra = {k: v[picked] for k, v in self.extra.items()}
         start = None if self.start is None else self.start[picked]
-        return PromptEmbeds({k: v[picked] for k, v in self.tensors.items()}, lengths, extra, start)
+        further = {name: tuple(counts[row] for row in rows) for name, counts in self.further_lengths.items()}
+        return PromptEmbeds({k: v[picked] for k, v in self.tensors.items()}, lengths, extra, start, further)
 
     def zeroed(self) -> PromptEmbeds:
         """Return a copy with zero embeddings; masks stay, since a row that attends to nothing has no softmax."""
         zeros = {k: torch.zeros_like(v) if v.is_floating_point() else v for k, v in self.tensors.items()}
-        return PromptEmbeds(zeros, self.lengths)
+        return PromptEmbeds(zeros, self.lengths, further_lengths=self.further_lengths)
 
     def trimmed(self, *, multiple: int = 16) -> PromptEmbeds:
         """Cut the tokens that are padding in every row, up to a multiple (so that few lengths occur).
@@ -74,7 +87,8 @@ class PromptEmbeds:
             return self
         mask = mask.cpu()
         length = int(mask.any(0).nonzero().max()) + 1 if bool(mask.any()) else 1
-        return PromptEmbeds(self.cut(-(-length // multiple) * multiple).tensors, _lengths(mask))
+        cut = self.cut(-(-length // multiple) * multiple).tensors
+        return PromptEmbeds(cut, _lengths(mask), further_lengths=self._count_further(waits=True))
 
     def cut(self, length: int | None) -> PromptEmbeds:
         """Return the first `length` tokens of text and mask, or all if it is None."""
@@ -91,7 +105,12 @@ class PromptEmbeds:
         extra = {k: torch.cat([p.extra[k] for p in parts]) for k in parts[0].extra}
         starts = [p.start for p in parts if p.start is not None]
         joined = {k: torch.cat([p.tensors[k] for p in parts]) for k in parts[0].tensors}
-        return PromptEmbeds(joined, lengths, extra, torch.cat(starts) if starts else None)
+        further = {
+            name: tuple(chain.from_iterable(p.further_lengths[name] for p in parts))
+            for name in parts[0].further_lengths
+            if all(name in p.further_lengths for p in parts)
+        }
+        return PromptEmbeds(joined, lengths, extra, torch.cat(starts) if starts else None, further)
 
 
 def _lengths(mask: Tensor) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ well, whose text has another length with every prompt.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch import nn
 
 #: Compiler of the graphs.
 BACKEND = "inductor"
-#: Graphs of a class of blocks at one size: training, evaluation, sampling, the reference of a LoRA, each for the first
-#: block and for the others. It is torch's own limit for a function.
-_GRAPHS_PER_SIZE = 8
+#: Graphs of equal blocks at one size: training, evaluation, sampling, the reference of a LoRA. The first block may need
+#: another of each.
+_GRAPHS_PER_SIZE = 4
 
 
 def compile_blocks(blocks: Sequence[nn.Module], *, num_sizes: int = 1, text_varies: bool = False) -> None:
@@ -33,7 +34,10 @@ def compile_blocks(blocks: Sequence[nn.Module], *, num_sizes: int = 1, text_vari
     """
     from torch._dynamo import config
 
-    limit = _GRAPHS_PER_SIZE * max(1, num_sizes)
+    # Blocks of one class may differ, as the last one of Mochi, which does not update the text.
+    structures = {(type(block), *(name for name, _ in block.named_parameters())) for block in blocks}
+    kinds = max(Counter(structure[0] for structure in structures).values(), default=1)
+    limit = _GRAPHS_PER_SIZE * (kinds + 1) * max(1, num_sizes)
     config.recompile_limit = max(config.recompile_limit, limit)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, limit * len({*map(type, blocks)}))
     for block in blocks:

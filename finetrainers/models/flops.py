@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from torch import nn
@@ -16,8 +16,9 @@ from torch import nn
 T = TypeVar("T")
 
 #: Input of a layer: the tokens of the clip, of the text, both as one sequence, the text as it was given (no trained
-#: layer comes before it), likewise the states of given images, or a vector per noise level.
-Stream = Literal["video", "text", "joint", "prompt", "image", "time"]
+#: layer comes before it), likewise the states of glyphs and of given images, a vector per noise level or per clip, or
+#: nothing, since predictions do not depend on the layer.
+Stream = Literal["video", "text", "joint", "prompt", "glyph", "image", "time", "clip", "none"]
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 #: The backward pass of fused attention computes five products for the two of forward, since it computes the scores
@@ -49,6 +50,8 @@ class Tokens:
         text: text tokens of each clip.
         times: noise levels of each clip: 1, or one per token.
         image: an image encoder's tokens of each clip's given images.
+        prompt: those of `text` that are the prompt's, or None for all.
+        glyph: those that another encoder makes of the prompt's quoted text.
     """
 
     clips: int
@@ -56,11 +59,18 @@ class Tokens:
     text: int
     times: int = 1
     image: int = 0
+    prompt: int | None = None
+    glyph: int = 0
 
     def count(self, stream: Stream) -> int:
         """Return the tokens of a stream of each clip."""
-        counts = {"video": self.video, "text": self.text, "prompt": self.text, "image": self.image, "time": self.times}
-        return self.video + self.text if stream == "joint" else counts[stream]
+        if stream == "joint":
+            return self.video + self.text
+        counts = {
+            "video": self.video, "text": self.text, "glyph": self.glyph, "image": self.image, "time": self.times,
+            "clip": 1, "none": 0,
+        }  # fmt: skip
+        return (self.text if self.prompt is None else self.prompt) if stream == "prompt" else counts[stream]
 
 
 @dataclass(frozen=True)
@@ -71,16 +81,19 @@ class Flops:
         forward, backward: operations of linear layers and convolutions for a token of each stream.
         attentions: queries, keys, and blocks x width of each attention.
         attentions_backward: the attentions that have a backward pass.
+        shared: operations for a token of each stream that all clips of a call share, as on positions.
     """
 
     forward: Mapping[Stream, float]
     backward: Mapping[Stream, float]
     attentions: Sequence[tuple[Stream, Stream, int]]
     attentions_backward: Sequence[tuple[Stream, Stream, int]]
+    shared: Mapping[Stream, float] = field(default_factory=dict)
 
     def of_forward(self, tokens: Tokens) -> float:
         """Return the operations of the forward pass of one call."""
-        return tokens.clips * (_layers(self.forward, tokens) + _attention(self.attentions, tokens))
+        per_clip = _layers(self.forward, tokens) + _attention(self.attentions, tokens)
+        return tokens.clips * per_clip + _layers(self.shared, tokens)
 
     def of_attention(self, tokens: Tokens) -> float:
         """Return the operations of the attentions alone, in the forward pass of one call."""
@@ -107,6 +120,7 @@ def flops_formula(
     attentions: Sequence[AttentionSpec],
     blocks: Sequence[str],
     width: int,
+    unused: str | None = None,
 ) -> Flops:
     """Build the formula of a network's operations, including adapters.
 
@@ -120,9 +134,10 @@ def flops_formula(
         attentions: attentions of the network.
         blocks: names of its lists of blocks.
         width: width of a token.
+        unused: expression searched in the names of layers that predictions do not depend on, or None.
     """
-    base = [p.requires_grad for name, p in network.named_parameters() if "lora_" not in name]
-    trains_all = all(base)
+    ignored = re.compile("lora_" if unused is None else f"lora_|{unused}")
+    trains_all = all(p.requires_grad for name, p in network.named_parameters() if not ignored.search(name))
     forward: dict[Stream, float] = {}
     backward: dict[Stream, float] = {}
     is_entry = True  # until the first block
@@ -132,7 +147,9 @@ def flops_formula(
             continue
         stream = find_stream(name, streams)
         operations = 2.0 * _size(layer)
-        gets_gradient = trains_all or "lora_B" in name or not (is_entry or stream in ("prompt", "image", "time"))
+        is_input = is_entry or stream in ("prompt", "glyph", "image", "time", "clip")
+        is_unused = unused is not None and re.search(unused, name) is not None
+        gets_gradient = not is_unused and (trains_all or "lora_B" in name or not is_input)
         gradients = int(layer.weight.requires_grad) + int(gets_gradient)
         forward[stream] = forward.get(stream, 0.0) + operations
         backward[stream] = backward.get(stream, 0.0) + operations * gradients

@@ -19,6 +19,7 @@ from .files import saving
 from .files.files import summarize
 from .files.lora_formats import Factors, Lora, lora_from_state, save_original, to_stored
 from .files.lora_names import BLOCKS_ALONE, PREFIXES
+from .files.saving import VERSION_KEY as VERSION_KEY
 from .files.weights import non_finite
 from .spec import ModelSpec
 

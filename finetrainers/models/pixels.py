@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 #: Frames that are converted at a time.
@@ -45,3 +46,10 @@ def pixel_size(latents_BCTHW: Tensor, *, temporal: int, spatial: int) -> tuple[i
     """Return frames, height and width of decoded clips, from frames per latent frame and pixels per latent cell."""
     frames, height, width = latents_BCTHW.shape[2:]
     return (frames - 1) * temporal + 1, height * spatial, width * spatial
+
+
+def to_pil(image_CHW: Tensor) -> Image.Image:
+    """Return an image as users of a pipeline give it, from 8-bit pixels or from [-1, 1]."""
+    if image_CHW.is_floating_point():
+        image_CHW = (image_CHW.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
+    return Image.fromarray(image_CHW.permute(1, 2, 0).cpu().numpy())

@@ -23,7 +23,7 @@ from finetrainers.utils.hashed_files import Written
 from . import common
 from .batch import ModelComponents
 from .files import saving
-from .files.files import part_folder, read_configs, single_file
+from .files.files import MODEL_INDEX, part_folder, read_configs, single_file
 from .files.lora_formats import Lora
 from .files.original import ORIGINALS, Original
 from .files.weights import network_problems
@@ -51,6 +51,9 @@ class PretrainedModel(ABC):
     #: Class of the processor that runs the blocks' attention by a chosen backend, or None, so that `--attn_backend` and
     #: `--sp_size` are refused.
     attention_processor: type[Any] | None = None
+    #: Names of modules, all of whose weights are `Facts.unused`, which return states of the shape of their input: they
+    #: are left out of networks that are not written as a whole.
+    unused_layers: ClassVar[Sequence[str]] = ()
 
     def __init__(self, config: ModelSection, *, name: str, read: Read) -> None:
         self.config = config
@@ -66,7 +69,8 @@ class PretrainedModel(ABC):
     @cached_property
     def configs(self) -> Configs:
         """The checkpoint's configs by part; missing ones of diffusers' networks are downloaded."""
-        configs = read_configs(self.config, ("scheduler", *self.parts))
+        known = (MODEL_INDEX, "scheduler", *self.parts)
+        configs = {n: c for n, c in read_configs(self.config, ("scheduler", *self.parts)).items() if n in known}
         for part, cls in reversed([*self.parts.items()]):
             if part not in configs and part in self._read(configs).parts and issubclass(cls, ModelMixin):
                 configs[part] = common.load_part(cls.load_config, self.config, part)
@@ -135,6 +139,7 @@ class PretrainedModel(ABC):
         """
         part = self.facts.trained
         network = common.load_network(self.parts[part], self.config, part, {"torch_dtype": dtype}, folder=folder)
+        common.mark_unused(network, self.facts.unused, self.unused_layers)
         return self._with_attention(network)
 
     def load_scheduler(self) -> Any:
@@ -144,6 +149,7 @@ class PretrainedModel(ABC):
     def transformer_on_meta(self) -> nn.Module:
         """Build the network that is trained on the meta device, without weights, for dry runs."""
         network = common.on_meta(self.parts[self.facts.trained], self.config, self.facts.trained)
+        common.mark_unused(network, self.facts.unused, self.unused_layers)
         return network if self.attention_processor is None else self._with_attention(network)
 
     def experts_on_meta(self) -> dict[str, nn.Module]:
@@ -186,7 +192,8 @@ class PretrainedModel(ABC):
         self, directory: Path, state_dict: Mapping[str, Tensor], adapter_metadata: dict[str, Any]
     ) -> dict[Path, Written]:
         """Write `pytorch_lora_weights.safetensors`, with alpha and rank, for `load_lora_weights`; return the file."""
-        return saving.save_lora(directory, state_dict, adapter_metadata, part=self.lora_prefix)
+        more = {} if self.facts.version is None else {saving.VERSION_KEY: self.facts.version}
+        return saving.save_lora(directory, state_dict, adapter_metadata, part=self.lora_prefix, more=more)
 
     def lora_of(self, path: Path) -> Lora:
         """Read a LoRA file in a format of `lora_names`, or another that the family's pipeline reads; safetensors only.
@@ -195,6 +202,7 @@ class PretrainedModel(ABC):
             ValueError: the file holds no LoRA of this network, or one with NaN or infinity.
         """
         network = self.transformer_on_meta
+        saving.warn_of_version(path, self.facts.version)
         return saving.read_lora(self.pipeline_class, path, network, part=self.lora_prefix, family=self.name)
 
     def read_lora(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

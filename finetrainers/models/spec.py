@@ -25,12 +25,12 @@ from finetrainers.utils.failures import InputError
 
 from . import common, given_frames
 from .batch import Batch, ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta, even_bounds, noised
-from .common import DTYPES, fix_input_dtype, input_dtype
+from .common import DTYPES, fix_input_dtype, input_dtype, leave_out_unused, unused_weights
 from .compiling import compile_blocks, unwrap
 from .decoding import decode_gradient, decode_videos, recompute_decoder
 from .files.files import MODEL_INDEX, source_option
 from .files.saving import remove_full, weight_files
-from .files.weights import are_mapped
+from .files.weights import are_mapped, network_on_meta
 from .flops import AttentionSpec, FlopMeter, Flops, Stream, Tokens, flops_formula
 from .pixels import FIRST_FRAME, MOMENTS, encode_moments, pixel_size, to_unit_range
 from .pretrained import PretrainedModel
@@ -43,8 +43,9 @@ from .tiling import Size, retry_vae_on_oom, sliced_for_memory, tiled_alike, tile
 __all__ = [
     "DTYPES", "FIRST_FRAME", "MOMENTS", "OPERATOR_BODIES", "Batch", "Conditions", "FlopMeter", "ModelComponents",
     "ModelSpec", "Parts", "PromptEmbeds", "SampleRequest", "VAEStats", "VideoMeta", "are_mapped", "check_split",
-    "decode_gradient", "encoded_bytes", "even_bounds", "fix_input_dtype", "frozen_bytes", "input_dtype", "pixel_size",
-    "remove_full", "source_option", "tiled_for_memory", "to_unit_range", "unwrap", "vae_working_bytes", "weight_files",
+    "decode_gradient", "encoded_bytes", "even_bounds", "fix_input_dtype", "frozen_bytes", "input_dtype",
+    "leave_out_unused", "network_on_meta", "pixel_size", "remove_full", "source_option", "tiled_for_memory",
+    "to_unit_range", "unused_weights", "unwrap", "vae_working_bytes", "weight_files",
 ]  # fmt: skip
 Conditions, Parts = PromptEmbeds, ModelComponents  # their names in version 0.1, for families from outside
 
@@ -64,10 +65,19 @@ class ModelSpec(PretrainedModel):
     token_plan: SequenceParallelPlan | None = None
     #: Whether the pipeline's guidance is one call of the transformer with both prompts, not a call for each of them.
     guides_in_one_call: bool = True
+    #: Arguments of the network that the family sets otherwise than its pipeline, by name: a value that it forces on the
+    #: pipeline's calls in samples, too, or None if the prediction does not depend on the argument.
+    own_arguments: ClassVar[Mapping[str, Any]] = {}
+    #: Arguments of the pipeline's calls that samples have otherwise than by its defaults.
+    pipeline_arguments: ClassVar[Mapping[str, Any]] = {}
     #: Whether the transformer sees text of the prompt's length, not of one length.
     text_varies: bool = False
     #: Tokens that a text encoder reads, by part, and whether it keeps all layers' states. Default: `text_shapes`, no.
     text_calls: ClassVar[Mapping[str, tuple[int, bool]]] = {}
+    #: Most prompts that `encode_text` gives its encoders at once.
+    texts_at_once: float = math.inf
+    #: Version of text embeddings beyond the weights of the encoders, for cache keys, or None.
+    text_version: str | None = None
     #: Memory of activations, by `training_type`, and of LoRA without autocast; with `-bf16` for trained weights that
     #: compute in 16 bits (FSDP2, stochastic rounding), where that differs. The defaults lie between the families' here.
     activations: ClassVar[Mapping[str, Activations]] = {
@@ -131,8 +141,9 @@ class ModelSpec(PretrainedModel):
         if not self.attentions:
             return None
         return flops_formula(
-            network, streams=self.streams, attentions=self.attentions, blocks=self.blocks, width=self.width(network)
-        )
+            network, streams=self.streams, attentions=self.attentions, blocks=self.blocks, width=self.width(network),
+            unused=self.facts.unused,
+        )  # fmt: skip
 
     def count_tokens(self, network: Any, call: Mapping[str, Any]) -> Tokens:
         """Count the tokens of a call of the network from its named arguments."""
@@ -180,8 +191,9 @@ class ModelSpec(PretrainedModel):
             return torch.empty(batch_size, *shape, dtype=torch.bool if name.endswith("_mask") else torch.bfloat16)
 
         shapes = self.text_shapes()
-        masks = [shape[0] for name, shape in shapes.items() if name.endswith("_mask")]
-        conditions = PromptEmbeds({n: empty(n, s) for n, s in shapes.items()}, tuple(masks[:1] * batch_size) or None)
+        masks = {name: (shape[0],) * batch_size for name, shape in shapes.items() if name.endswith("_mask")}
+        lengths = masks.pop("prompt_attention_mask", None)
+        conditions = PromptEmbeds({n: empty(n, s) for n, s in shapes.items()}, lengths, further_lengths=masks)
         return conditions, VideoMeta(fps=torch.full((batch_size,), 24.0))
 
     def given_text(self, embedding: Tensor, mask: Tensor) -> PromptEmbeds:
@@ -450,6 +462,7 @@ class ModelSpec(PretrainedModel):
         if request.image is not None and self.image_pipeline_class is None:
             raise InputError(self._no_image, "unsupported")
         call: dict[str, Any] = {
+            **self.pipeline_arguments,
             **conditions.tensors,
             **{f"negative_{name}": tensor for name, tensor in negative.tensors.items()},
             "height": request.height,

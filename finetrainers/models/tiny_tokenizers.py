@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video_image2video
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import CLIPTokenizer, LlamaTokenizerFast, T5TokenizerFast
+from transformers import CLIPTokenizer, GemmaTokenizerFast, LlamaTokenizerFast, T5TokenizerFast
 
 _WORDS = """
 a an the and or of in on at to from with over under behind left right up down through into across
@@ -44,9 +44,9 @@ def t5_tokenizer(*, words: Sequence[str] = WORDS, model_max_length: int = 512, e
 def clip_tokenizer() -> CLIPTokenizer:
     """Build a CLIP (byte-level BPE) tokenizer with its 77 positions."""
     alphabet = sorted(ByteLevel.alphabet())
-    merges, merged = _merge_chains([*word[:-1], f"{word[-1]}</w>"] for word in WORDS)
-    tokens = _unique([*alphabet, *(f"{c}</w>" for c in alphabet), *merged, "<|startoftext|>", "<|endoftext|>"])
-    return CLIPTokenizer(vocab=_token_ids(tokens), merges=merges, model_max_length=77)
+    merges, merged = merge_chains([*word[:-1], f"{word[-1]}</w>"] for word in WORDS)
+    tokens = unique([*alphabet, *(f"{c}</w>" for c in alphabet), *merged, "<|startoftext|>", "<|endoftext|>"])
+    return CLIPTokenizer(vocab=token_ids(tokens), merges=merges, model_max_length=77)
 
 
 def llama_tokenizer(*, model_max_length: int = 512, sees_image: bool = False) -> LlamaTokenizerFast:
@@ -60,14 +60,14 @@ def llama_tokenizer(*, model_max_length: int = 512, sees_image: bool = False) ->
     template = IMAGE_TEMPLATE if sees_image else DEFAULT_PROMPT_TEMPLATE["template"]
     template = re.sub(r"<\|\w+\|>|<image>", " ", template)
     template_words = re.findall(r"[A-Za-z]+", template)
-    spaced = [[_SPACE, *word] for word in _unique([*template_words, *WORDS])]
+    spaced = [[_SPACE, *word] for word in unique([*template_words, *WORDS])]
     # Words after a header follow no space. They come last, as their merges would split others: "user" splits " used".
     headless = [list(word) for word in ("system", "Describe", "user", *(["assistant"] if sees_image else []))]
-    merges, merged = _merge_chains([*spaced, *headless, ["\n", "\n"]])
+    merges, merged = merge_chains([*spaced, *headless, ["\n", "\n"]])
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
-    tokens = _unique(["<unk>", "<s>", "</s>", "<pad>", *special, *fallback, _SPACE, "\n", *_CHARACTERS, *merged])
+    tokens = unique(["<unk>", "<s>", "</s>", "<pad>", *special, *fallback, _SPACE, "\n", *_CHARACTERS, *merged])
     return LlamaTokenizerFast(
-        vocab=_token_ids(tokens),
+        vocab=token_ids(tokens),
         merges=merges,
         pad_token="<pad>",
         padding_side="right",  # the class default is left; HunyuanVideo pads right
@@ -77,7 +77,15 @@ def llama_tokenizer(*, model_max_length: int = 512, sees_image: bool = False) ->
     )
 
 
-def _merge_chains(words: Iterable[Sequence[str]]) -> tuple[list[tuple[str, str]], list[str]]:
+def gemma_tokenizer(*, model_max_length: int = 1024) -> GemmaTokenizerFast:
+    """Build a Gemma (BPE) tokenizer, which pads on the left; its first tokens are the class's five special ones."""
+    merges, merged = merge_chains([*word] for word in [*WORDS, *(_SPACE + word for word in WORDS)])
+    fallback = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = unique(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *fallback, _SPACE, *_CHARACTERS, *merged])
+    return GemmaTokenizerFast(vocab=token_ids(tokens), merges=merges, model_max_length=model_max_length)
+
+
+def merge_chains(words: Iterable[Sequence[str]]) -> tuple[list[tuple[str, str]], list[str]]:
     """Return BPE merges that build each word from its symbols, left to right, and the tokens that they make."""
     merges: dict[tuple[str, str], None] = {}
     for symbols in words:
@@ -85,12 +93,12 @@ def _merge_chains(words: Iterable[Sequence[str]]) -> tuple[list[tuple[str, str]]
         for symbol in symbols[1:]:
             merges.setdefault((current, symbol))
             current += symbol
-    return list(merges), _unique(left + right for left, right in merges)
+    return list(merges), unique(left + right for left, right in merges)
 
 
-def _unique(tokens: Iterable[str]) -> list[str]:
+def unique(tokens: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(tokens))
 
 
-def _token_ids(tokens: Sequence[str]) -> dict[str, int]:
+def token_ids(tokens: Sequence[str]) -> dict[str, int]:
     return {token: i for i, token in enumerate(tokens)}

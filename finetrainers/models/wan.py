@@ -17,7 +17,6 @@ import diffusers
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor as StockAttnProcessor
-from PIL import Image
 from torch import Tensor, nn
 from transformers import CLIPImageProcessor, CLIPVisionModel, T5TokenizerFast, UMT5EncoderModel
 
@@ -31,7 +30,7 @@ from .batch import Batch, ModelComponents, PromptEmbeds, SampleRequest, VAEStats
 from .common import input_dtype
 from .compiling import unwrap
 from .flops import AttentionSpec, Tokens
-from .pixels import FIRST_FRAME, MOMENTS, to_unit_range
+from .pixels import FIRST_FRAME, MOMENTS, to_pil, to_unit_range
 from .spec import ModelSpec
 from .split.attention import AttentionFn
 from .split.sequence import SequenceParallelPlan
@@ -427,10 +426,3 @@ class WanSpec(ModelSpec):
         return given_frames.sample_in_place(
             self, pipeline, call, request, generator, tokens=lambda mask: mask[..., ::patch, ::patch].flatten(1)
         )
-
-
-def to_pil(image_CHW: Tensor) -> Image.Image:
-    """Return an image as users of a pipeline give it, from 8-bit pixels or from [-1, 1]."""
-    if image_CHW.is_floating_point():
-        image_CHW = (image_CHW.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
-    return Image.fromarray(image_CHW.permute(1, 2, 0).cpu().numpy())

@@ -334,6 +334,7 @@ def gib_of_this_gpu() -> float | None:
 def _text_bytes(config: TrainConfig, spec: ModelSpec, clips: int) -> float:
     """Return bytes of activations of encoding the prompts of `clips` clips, for the encoder that needs most."""
     batch = TEXTS_AT_ONCE if method_spec(config).caches_texts(config) else clips
+    batch = int(min(batch, spec.texts_at_once))
     working = (
         text_working_bytes(spec, part, batch=batch) + largest_layer_bytes(spec, part) for part in spec.facts.text_parts
     )

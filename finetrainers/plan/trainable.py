@@ -23,7 +23,7 @@ from finetrainers.memory.quantization import quantizable_layers
 from finetrainers.methods.reference import REFERENCE_ADAPTER
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.registry import build_tiny
-from finetrainers.models.spec import DTYPES, ModelSpec
+from finetrainers.models.spec import DTYPES, ModelSpec, leave_out_unused, unused_weights
 from finetrainers.utils.device import meta_device
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.seeding import derive_seed
@@ -97,11 +97,13 @@ def _build_without_weights(checked: ResolvedRun, *, stand_in: bool) -> nn.Module
 def make_trainable(transformer: nn.Module, training: TrainingSection) -> None:
     """Make the weights that `training_type` names trainable, and only those; LoRA weights are fp32.
 
+    Unused layers are left out; in full finetuning, whose results are whole networks, their weights stay.
+
     Raises:
         ConfigError: a LoRA target matches no module.
     """
     if training.training_type == "full-finetune":
-        transformer.requires_grad_(True)
+        train_all(transformer)
         return
     transformer.requires_grad_(False)
     settings = LoraConfig(
@@ -114,6 +116,15 @@ def make_trainable(transformer: nn.Module, training: TrainingSection) -> None:
         init_lora_weights=True,
     )
     _add_adapter(transformer, settings, "default", seed=derive_seed(training.seed, "lora"))
+    leave_out_unused(transformer)
+
+
+def train_all(transformer: nn.Module) -> None:
+    """Make all weights trainable that predictions depend on."""
+    leave_out_unused(transformer, has_weights=True)
+    unused = unused_weights(transformer)
+    for name, parameter in transformer.named_parameters():
+        parameter.requires_grad_(unused is None or re.search(unused, name) is None)
 
 
 def _add_adapter(transformer: nn.Module, settings: LoraConfig, name: str, *, seed: int) -> None:
@@ -151,20 +162,28 @@ def attach_reference_adapter(transformer: nn.Module) -> None:
 def lora_targets(transformer: nn.Module, targets: list[str]) -> list[str] | str:
     """Return PEFT's `target_modules`: a list of name suffixes, or one regular expression.
 
+    Unused layers get no LoRA: where suffixes or the expression match some, another expression leaves them out.
+
     Raises:
         ConfigError: a suffix or the expression matches no linear or convolution layer.
     """
-    names = [n for n, m in transformer.named_modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    layers = [n for n, m in transformer.named_modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    unused = unused_weights(transformer)
+    names = [name for name in layers if unused is None or re.search(unused, name) is None]
+    others = {*layers} - {*names}
     if is_expression(targets):
         if not any(re.fullmatch(targets[0], name) for name in names):
             message = f"the expression {targets[0]!r} matches no layer in full; names look like {names[:3]}"
             raise ConfigError([Problem("--target_modules", message, "not_found")])
-        return targets[0]
+        matches_unused = any(re.fullmatch(targets[0], name) for name in others)
+        return f"(?!.*(?:{unused}))(?:{targets[0]})" if matches_unused else targets[0]
     suffixes = {name.split(".", 2)[-1] for name in names} | {name.rsplit(".", 1)[-1] for name in names}
     for target in targets:
         if not any(is_target(name, target) for name in names):
             message = f"{target!r} matches no layer{nearest(target, suffixes)}"
             raise ConfigError([Problem("--target_modules", message, "unknown")])
+    if any(is_target(name, target) for name in others for target in targets):
+        return rf"(?!.*(?:{unused}))(?:.*\.)?(?:{'|'.join(map(re.escape, targets))})"
     return targets
 
 

@@ -308,7 +308,7 @@ def _load(source: Source) -> _LoadedLora:
 
 def _write(lora: _LoadedLora, weights_format: str, folder: Path, dtype: torch.dtype | None) -> tuple[Path, Checked]:
     """Write a LoRA in a format, and read it back; PEFT's file names are fixed, so each expert has a directory."""
-    from finetrainers.models.lora_files import cast, check_written, lora_metadata, write_lora
+    from finetrainers.models.lora_files import VERSION_KEY, cast, check_written, lora_metadata, write_lora
 
     source, spec, network = lora.source, lora.spec, lora.network
     if weights_format == "peft" and (expert := source.facts.expert) is not None:
@@ -317,6 +317,8 @@ def _write(lora: _LoadedLora, weights_format: str, folder: Path, dtype: torch.dt
     weights = cast(lora.weights, dtype)
     architecture = ARCHITECTURES.get(source.family.name, (source.family.name, ""))
     metadata = lora_metadata(lora.weights, architecture=architecture, facts=_facts(source))
+    if source.facts.version is not None:
+        metadata = {**metadata, VERSION_KEY: source.facts.version}
     path = write_lora(
         folder, source.stem, weights, weights_format, spec=spec, network=network, metadata=metadata
     )  # fmt: skip

@@ -35,6 +35,7 @@ from finetrainers.plan.trainable import (
     has_reference_adapter,
     make_trainable,
     num_quantizable,
+    train_all,
     trainable_dtype,
 )
 from finetrainers.utils.failures import InputError
@@ -280,7 +281,7 @@ def start_from_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec, trai
     """
     if training.training_type == "full-finetune":
         spec.merge_lora(transformer, path)
-        transformer.requires_grad_(True)
+        train_all(transformer)
         return
     _set_adapter(spec.read_lora(path)[0], transformer, path)
 

@@ -255,7 +255,7 @@ def test_the_estimate_agrees_with_counting(tiny_repo: Callable[..., Path], tmp_p
     for blocks in spec.blocks:
         setattr(meta, blocks, getattr(meta, blocks)[:3])
     make_trainable(meta, config.training)
-    latent = (meta.config.out_channels, *geometry.denoised_shape(*network.bucket))
+    latent = (spec.latent_channels(meta), *geometry.denoised_shape(*network.bucket))
     found = count_step(spec, meta, StepShape(latent, blocks_to_swap=number))
     planned = estimate_for(config, geometry, meta, spec=spec, bucket=network.bucket)
     trained = sum(p.numel() for p in meta.parameters() if p.requires_grad)

@@ -119,7 +119,7 @@ def test_the_estimate_agrees_with_counting(name: str, tiny_repo: Callable[..., P
         config = load_config(
             model_name=network.family, pretrained_model_name_or_path=str(repo), data_root=str(repo),
             video_resolution_buckets=["x".join(map(str, network.bucket))], training_type=training_type, rank=64,
-            optimizer="adamw",
+            optimizer="adamw", target_modules=[*get_family(network.family).facts.lora_targets],
         )  # fmt: skip
         family = get_family(network.family)
         geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
@@ -133,7 +133,7 @@ def test_the_estimate_agrees_with_counting(name: str, tiny_repo: Callable[..., P
                 flag: sum(p.numel() for p in meta.parameters() if p.requires_grad is flag) for flag in (True, False)
             }
             weights = 2 * sizes[False] + (4 + 8) * sizes[True]  # with the state of AdamW
-            latent = (meta.config.out_channels, *geometry.denoised_shape(*network.bucket))
+            latent = (spec.latent_channels(meta), *geometry.denoised_shape(*network.bucket))
             step = StepShape(latent, batch_size, stored, share, has_frame_times=network.has_frame_times)
             found = count_step(spec, meta, step)
             counted = (weights + max(found.forward, found.backward)) / GIB
@@ -166,7 +166,7 @@ def test_processes_that_share_a_clip_store_activations_of_their_part(
             meta = spec.transformer_on_meta()
             make_trainable(meta, config.training)
             weights = sum((12 if p.requires_grad else 2) * p.numel() for p in meta.parameters())
-            latent = (meta.config.out_channels, *geometry.denoised_shape(*network.bucket))
+            latent = (spec.latent_channels(meta), *geometry.denoised_shape(*network.bucket))
         planned = estimate_for(config, geometry, meta, spec=spec, bucket=network.bucket).total
         if sharing > 1:
             found = count_step(spec, meta, StepShape(latent, stored=stored, sharing=sharing, sp_mode=mode))
@@ -193,7 +193,7 @@ def test_a_lora_without_autocast_stores_less(
     meta = spec.transformer_on_meta()
     make_trainable(meta, config.training)
     weights = sum((12 if p.requires_grad else 2) * p.numel() for p in meta.parameters())
-    shape = StepShape((meta.config.out_channels, *geometry.denoised_shape(*network.bucket)), stored="none")
+    shape = StepShape((spec.latent_channels(meta), *geometry.denoised_shape(*network.bucket)), stored="none")
     unit = geometry.num_tokens(*network.bucket) * spec.width(meta) * 2
     blocks = [len(getattr(meta, blocks)) for blocks in spec.blocks]
     under_autocast = unit * sum(a * b for a, b in zip(spec.activations["lora"].kept, blocks, strict=True))

@@ -85,7 +85,7 @@ def test_the_estimate_agrees_with_counting(
     planned = estimate_for(config, geometry, meta, spec=spec, bucket=network.bucket, split=split)
 
     shape = StepShape(
-        (meta.config.out_channels, *geometry.denoised_shape(*network.bucket)),
+        (spec.latent_channels(meta), *geometry.denoised_shape(*network.bucket)),
         stored="checkpoint" if case.checkpointing else "none",
     )
     processes = Processes(

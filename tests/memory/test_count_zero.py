@@ -86,7 +86,7 @@ def planned_and_counted(
         max_grad_norm=config.optimizer.max_grad_norm,
     )  # fmt: skip
     shape = StepShape(
-        (meta.config.out_channels, *geometry.denoised_shape(*network.bucket)),
+        (spec.latent_channels(meta), *geometry.denoised_shape(*network.bucket)),
         stored="checkpoint" if case.checkpointing else "none", trained=torch.bfloat16, autocast=None,
     )  # fmt: skip
     third = case.stage == 3

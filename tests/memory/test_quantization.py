@@ -210,7 +210,7 @@ def test_the_estimate_agrees_with_counting(
     trained = sum(p.numel() for p in meta.parameters() if p.requires_grad)
     unquantized = _unquantized(spec, config)
     for stored in ("checkpoint", "none"):
-        shape = StepShape((meta.config.out_channels, *geometry.denoised_shape(*network.bucket)), 1, stored)
+        shape = StepShape((spec.latent_channels(meta), *geometry.denoised_shape(*network.bucket)), 1, stored)
         found = count_step(spec, meta, shape)
         counted = (frozen + (4 + 8) * trained + max(found.forward, found.backward)) / GIB
         memory = config.memory.model_copy(update={"activation_memory": stored})

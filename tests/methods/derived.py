@@ -85,7 +85,8 @@ def make_batch(
     within: Sequence[tuple[int, int]] = (),
 ) -> Batch:
     """Return random moments, each row's a function of its key; the samples `within` are windows from within a clip."""
-    channels = setting.spec.configs["transformer"]["out_channels"]
+    config = setting.spec.configs["transformer"]
+    channels = config["out_channels"] or config["in_channels"]
 
     def rows(t: int) -> Tensor:
         generators = [torch.Generator().manual_seed(100 * e + i) for e, i in keys]
@@ -105,7 +106,7 @@ def make_batch(
 def normalize(family: str, vae: Any, z: Tensor) -> Tensor:
     """VAE latents to what the network sees, written out from the VAE's config; float64."""
     scale, statistics = vae.config.get("scaling_factor", 1.0), ("latents_mean", "latents_std")
-    if family == "ltx_video":
+    if isinstance(getattr(vae, statistics[0], None), Tensor):
         mean, std = (getattr(vae, name) for name in statistics)
     elif vae.config.get(statistics[0]) is not None:
         mean, std = (torch.tensor(vae.config[name]) for name in statistics)

@@ -80,7 +80,7 @@ def test_formula_agrees_with_the_counter(
     repo = published_repository(tiny_repo(published.family, **published.tiny), tmp_path, published.config)
     config = load_config(
         model_name=published.family, pretrained_model_name_or_path=str(repo), data_root=str(repo), rank=64,
-        training_type=training_type,
+        training_type=training_type, target_modules=[*get_family(published.family).facts.lora_targets],
     )  # fmt: skip
     family = get_family(published.family)
     geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)

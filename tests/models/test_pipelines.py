@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from every_family import CHECKPOINTS
+from every_family import CHECKPOINTS, in_fp32
 
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.registry import get_family
@@ -23,9 +23,7 @@ FP32 = dict.fromkeys(("text_encoder_dtype", "text_encoder_2_dtype", "transformer
 def spec_of(name: str, repo: Path, expert: Any = None) -> ModelSpec:
     section = ModelSection(model_name=name, pretrained_model_name_or_path=str(repo), expert=expert, **FP32)
     family = get_family(name)
-    if family.facts_of(section).sees_image:
-        section = section.model_copy(update={"part": ["image_encoder=,fp32"]})
-    return family.load(section)
+    return family.load(section.model_copy(update={"part": in_fp32(family.facts_of(section))}))
 
 
 @pytest.mark.rotating

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_family import FAMILIES
+from every_family import FAMILIES, short_clip
 from published_networks import NETWORKS
 from torch import Tensor
 from torch.utils import _pytree
@@ -73,7 +73,8 @@ def peak(work: Callable[[], Any]) -> int:
     ("name", "size"),
     [
         ("LTX-Video", (9, 128, 128)), ("HunyuanVideo", (17, 128, 128)), ("HunyuanVideo", (17, 720, 1280)),
-        ("CogVideoX-2b", (17, 128, 128)), ("Wan2.1-1.3B", (17, 128, 128)), ("Wan2.2-5B", (17, 128, 128)),
+        ("HunyuanVideo-1.5", (9, 128, 128)), ("CogVideoX-2b", (17, 128, 128)), ("Wan2.1-1.3B", (17, 128, 128)),
+        ("Wan2.2-5B", (17, 128, 128)), ("Mochi", (13, 128, 128)), ("Mochi", (37, 128, 128)),
     ],
 )  # fmt: skip
 def test_the_estimate_is_what_the_published_networks_take(name: str, size: tuple[int, int, int]) -> None:
@@ -92,8 +93,9 @@ def test_the_estimate_is_what_the_published_networks_take(name: str, size: tuple
     ("name", "size", "large"),
     [
         ("LTX-Video", (9, 64, 64), (161, 1024, 1280)), ("HunyuanVideo", (17, 64, 64), (61, 544, 960)),
+        ("HunyuanVideo-1.5", (9, 64, 64), (29, 480, 832)),
         ("CogVideoX-2b", (9, 64, 64), (49, 480, 720)), ("Wan2.1-1.3B", (9, 64, 64), (81, 480, 832)),
-        ("Wan2.2-5B", (9, 64, 64), (49, 704, 1280)),
+        ("Wan2.2-5B", (9, 64, 64), (49, 704, 1280)), ("Mochi", (13, 64, 64), (37, 480, 848)),
     ],
 )  # fmt: skip
 def test_the_estimate_of_a_decode_with_its_backward(
@@ -126,6 +128,7 @@ def test_the_estimate_of_a_decode_with_its_backward(
         ("CogVideoX-2b", (81, 480, 832), (81, 768, 1360)),
         ("Wan2.1-1.3B", (81, 720, 1280), (81, 1440, 2560)),
         ("Wan2.2-5B", (121, 704, 1280), (121, 1440, 2560)),
+        ("Mochi", (37, 480, 848), (61, 480, 848)),
     ],
 )
 def test_large_clips_are_tiled_and_small_ones_are_not(
@@ -152,7 +155,8 @@ def test_the_vae_is_set_before_every_use(
         return
     vae = spec.load_vae()
     stats = spec.vae_stats(vae)
-    video = torch.randint(256, (2, 3, 9, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    size = (short_clip(family), 64, 64)
+    video = torch.randint(256, (2, 3, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = vae.encode(video / 127.5 - 1).latent_dist.parameters
     settings: list[tuple[bool, bool]] = []
@@ -164,13 +168,13 @@ def test_the_vae_is_set_before_every_use(
         vae, "decode", lambda *a, **k: [settings.append((vae.use_slicing, vae.use_tiling)), decode(*a, **k)][1]
     )
     latents = spec.latents(expected, None, stats)
-    one = spec.vae_bytes((9, 64, 64))
+    one = spec.vae_bytes(size)
 
     def run(budget: float, **options: Any) -> Tensor:
         monkeypatch.setattr("finetrainers.models.spec.VAE_BUDGET", budget)
         chosen = load(family, tiny_repo(family), **dtypes, **options)
         moments = chosen.encode_video(vae, video)
-        assert chosen.decode(vae, latents, stats).shape == (2, 3, 9, 64, 64)
+        assert chosen.decode(vae, latents, stats).shape == (2, 3, *size)
         return moments
 
     run(0.5 * one)

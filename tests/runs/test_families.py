@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from every_family import CHECKPOINTS, FAMILIES
+from every_family import CHECKPOINTS, FAMILIES, in_fp32
 from PIL import Image
 
 from finetrainers.cli.main import main
@@ -25,6 +26,8 @@ DEFAULTS = dict(reversed(CHECKPOINTS)).items()
 #: Evaluation loss after 40 steps over that before, at most. Noise has more channels than these networks are wide (32
 #: against 128 in LTX-Video), so most of the loss cannot be learnt.
 FALLS_TO = 0.9
+#: Rank of these LoRAs. With one of 4, Mochi's loss falls to 0.92 in 40 steps and in 80: it has 48 outputs.
+RANK = 16
 
 
 def first_batch(state: Any) -> Batch:
@@ -43,10 +46,10 @@ def sample(pipeline: Any, state: Any, **extra: Any) -> torch.Tensor:
     pipeline.set_progress_bar_config(disable=True)
     if "control_video" not in extra:  # which says how many frames there are
         extra["num_frames"] = 9
+    if "height" in inspect.signature(pipeline.__call__).parameters:  # others have the size of their image
+        extra |= {"height": 64, "width": 64}
     return pipeline(
         prompt="pattern number 0",
-        height=64,
-        width=64,
         num_inference_steps=2,
         generator=torch.Generator().manual_seed(0),
         output_type="latent",
@@ -74,6 +77,7 @@ def test_learns_and_reloads(
         batch_size=batch_size,
         train_steps=40,
         lr=2e-2,
+        rank=RANK,
         target_modules=["to_k", "to_q", "to_v", "to_out.0", "proj_out"],
     )
     done = run(**values)
@@ -89,8 +93,8 @@ def test_learns_and_reloads(
 
     if training_type == "lora":
         pipeline = pipeline_class.from_pretrained(repository)
-        pipeline.load_lora_weights(str(done.root))
-        assert pipeline.transformer.peft_config["default_0"].lora_alpha == 8  # not the rank, which is 4
+        state.spec.load_into(pipeline, done.root / "pytorch_lora_weights.safetensors")
+        assert pipeline.transformer.peft_config["default_0"].lora_alpha == 8 != RANK
         assert torch.allclose(evaluate(state, pipeline.transformer, batch), after, rtol=1e-5)
         x, t = torch.randn_like(batch.moments.chunk(2, dim=1)[0]), torch.tensor([1] * batch_size)
         outputs = [
@@ -178,7 +182,7 @@ def test_the_planned_cache_is_the_written_one(
     model = ModelSection(model_name=family, pretrained_model_name_or_path=values["pretrained_model_name_or_path"])
     facts = families()[family].facts_of(model)
     values |= {} if facts.boundary is None else {"expert": "low"}
-    values |= {"part": ["image_encoder=,fp32"]} if facts.sees_image else {}
+    values |= {"part": in_fp32(facts)}
     for dtype in ("fp32", "bf16"):
         cache = tmp_path / dtype
         run = values | {"precompute_dir": str(cache), "vae_dtype": dtype}

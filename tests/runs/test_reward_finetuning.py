@@ -15,7 +15,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from every_family import FAMILIES
+from every_family import FAMILIES, short_clip
 from published import DANCEGRPO
 from refusals import refused_options
 from safetensors.torch import load_file
@@ -63,7 +63,7 @@ def options(tiny_repo: Callable[..., Path], prompts: Path, tmp_path: Path) -> Ca
             "pretrained_model_name_or_path": str(tiny_repo(family)),
             "prompts": str(prompts),
             "reward": ["brightness", "contrast=0"],
-            "rollout_size": "9x64x64",
+            "rollout_size": f"{short_clip(family)}x64x64",
             "prompts_per_step": 2,
             "num_generations": 4,
             "batch_size": 4,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_family import FAMILIES
+from every_family import FAMILIES, short_clip
 from torch import Tensor
 
 from finetrainers.config.parallel import ParallelSection
@@ -32,8 +32,8 @@ def reward_run(options: Callable[..., dict], run: Callable[..., Any], tmp_path: 
     def start(family: str, **changes: Any) -> Any:
         values = options(family, **{
             "method": "grpo", "train_steps": 1, "batch_size": 2, "optimizer": "adamw", "prompts": str(prompts),
-            "reward": ["brightness"], "rollout_size": "9x64x64", "prompts_per_step": 2, "num_generations": 3,
-            "sampling_steps": 4, **changes,
+            "reward": ["brightness"], "rollout_size": f"{short_clip(family)}x64x64",
+            "prompts_per_step": 2, "num_generations": 3, "sampling_steps": 4, "eta": 0.3, **changes,
         })  # fmt: skip
         return run(**{k: v for k, v in values.items() if k not in ("data_root", "video_resolution_buckets")})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from every_family import CHECKPOINTS, required_options
+from every_family import CHECKPOINTS, in_fp32, required_options, short_clip
 from PIL import Image
 from refusals import refused_command
 
@@ -19,6 +20,7 @@ from finetrainers.config.sections import ModelSection, TrainingSection
 from finetrainers.memory.quantization import quantize_frozen
 from finetrainers.models.registry import get_family
 from finetrainers.plan.trainable import make_trainable
+from finetrainers.testing import forced_arguments
 from finetrainers.training.sampling import load_video_segment, sample_seed
 from finetrainers.utils.video import write_mp4
 
@@ -52,7 +54,10 @@ def test_samples_are_those_of_the_pipeline(
     repository = tiny_repo(family, version)
     spec = random_lora(family, repository, tmp_path / "lora")
     flags: list[object] = []
-    given: dict[str, Any] = {"negative_prompt": spec.facts.defaults.get("validation_negative_prompt", "")}
+    given: dict[str, Any] = {
+        **spec.pipeline_arguments,
+        "negative_prompt": spec.facts.defaults.get("validation_negative_prompt", ""),
+    }
     takes_image = spec.facts.first_frame != "none"
     if takes_image:
         Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(
@@ -63,8 +68,8 @@ def test_samples_are_those_of_the_pipeline(
     if spec.facts.last_frame:
         flags += ["--last_image", tmp_path / "image.png"]
         given["last_image"] = given["image"]
-    if spec.facts.sees_image:
-        flags += ["--part", "image_encoder=,fp32"]
+    if parts := in_fp32(spec.facts):
+        flags += ["--part", *parts]
     if spec.config.expert is not None:
         flags += ["--expert", spec.config.expert]
     if spec.facts.media:
@@ -75,7 +80,8 @@ def test_samples_are_those_of_the_pipeline(
         given["control_video"] = (video / 2 + 0.5).transpose(1, 2)
     code, frames = sample(
         tmp_path / "lora", "--model_name", family, "--pretrained_model_name_or_path", repository, "--prompts", PROMPT,
-        "--size", "9x64x64", "--seed", SEED, "--num_inference_steps", 2, "--guidance_scale", 2.5, "--lora_scale", 0.5,
+        "--size", f"{short_clip(family)}x64x64", "--seed", SEED, "--num_inference_steps", 2, "--guidance_scale", 2.5,
+        "--lora_scale", 0.5,
         "--compare", "base", "--output_dir", tmp_path / "out", *FP32,
         *(["--text_encoder_2_dtype", "fp32"] if "text_encoder_2" in spec.facts.parts else []), *flags,
     )  # fmt: skip
@@ -83,24 +89,34 @@ def test_samples_are_those_of_the_pipeline(
     cls = spec.image_pipeline_class if takes_image else spec.pipeline_class
     pipeline = cls.from_pretrained(repository)
     pipeline.set_progress_bar_config(disable=True)
-    size = {} if spec.facts.media else {"num_frames": 9}
+    size = {} if spec.facts.media else {"num_frames": short_clip(family)}
     # Attention without masks rounds otherwise.
     rounding = 1 if spec.text_varies else 0
     for scale in (0.0, 0.5):
         if scale:
-            pipeline.load_lora_weights(str(tmp_path / "lora"), adapter_name="mine")
-            pipeline.set_adapters(["mine"], [scale])
-        made = pipeline(
-            prompt=PROMPT,
-            height=64,
-            width=64,
-            num_inference_steps=2,
-            guidance_scale=2.5,
-            output_type="np",
-            **size,
-            **given,
-            generator=torch.Generator().manual_seed(sample_seed(SEED, PROMPT)),
-        ).frames[0]
+            loader: Any = pipeline if hasattr(pipeline, "load_lora_weights") else pipeline.transformer
+            if loader is pipeline:
+                pipeline.load_lora_weights(str(tmp_path / "lora"), adapter_name="mine")
+            else:
+                file = {"weight_name": "pytorch_lora_weights.safetensors", "prefix": "transformer"}
+                loader.load_lora_adapter(str(tmp_path / "lora"), adapter_name="mine", **file)
+            loader.set_adapters(["mine"], [scale])
+        call = {"height": 64, "width": 64, "guidance_scale": 2.5}
+        missing = call.keys() - inspect.signature(pipeline.__call__).parameters.keys()
+        if "guidance_scale" in missing:  # guidance is a component
+            pipeline.guider = pipeline.guider.new(guidance_scale=call["guidance_scale"])
+        if "height" in missing:  # the size is that of the image, to the model's area
+            pipeline.video_processor.calculate_default_height_width = lambda **_: (64, 64)
+        with forced_arguments([pipeline.transformer], spec.own_arguments):
+            made = pipeline(
+                prompt=PROMPT,
+                num_inference_steps=2,
+                output_type="np",
+                **size,
+                **given,
+                **{name: value for name, value in call.items() if name not in missing},
+                generator=torch.Generator().manual_seed(sample_seed(SEED, PROMPT)),
+            ).frames[0]
         name = f"pattern-number-0_{f'lora_scale-{scale:g}' if scale else 'base'}_seed-7.mp4"
         off = np.abs(frames[name].astype(int) - (np.asarray(made) * 255).round()).max()
         assert off <= rounding, name

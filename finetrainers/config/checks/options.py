@@ -330,14 +330,20 @@ def _check_diffusion(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
                     f"{config.model.model_name} is not a flow-matching model, so it has no shift; remove it",
                     "unsupported",
                 )
-        if diffusion.flow_weighting_scheme in ("sigma_sqrt", "cosmap"):
+        if diffusion.flow_weighting_scheme in ("sigma_sqrt", "cosmap", "shifted_logit_normal"):
             yield (
                 "flow_weighting_scheme",
-                f"{diffusion.flow_weighting_scheme} weights flow-matching losses; {config.model.model_name} predicts "
+                f"{diffusion.flow_weighting_scheme} is for flow-matching models; {config.model.model_name} predicts "
                 "v, use none, logit_normal or mode",
                 "unsupported",
             )
         return
+    if diffusion.flow_weighting_scheme == "shifted_logit_normal" and facts.boundary is not None:
+        yield (
+            "flow_weighting_scheme",
+            f"{diffusion.flow_weighting_scheme} draws all noise levels, and an expert has some; use logit_normal",
+            "unsupported",
+        )
     if diffusion.flow_resolution_shifting and diffusion.flow_shift != 1.0:
         yield (
             "flow_shift",

@@ -61,7 +61,7 @@ def _stamp(spec: ModelSpec) -> str | None:
     gigabytes would take as long as loading them. Return None if the files are not on this disk.
     """
     files: list[object] = []
-    for part in (name for name in spec.parts if name.startswith(("tokenizer", "text_encoder", "image_processor"))):
+    for part in spec.facts.text_parts:
         for path in filter(Path.is_file, spec.files_of(part)):
             files.append([part, *file_version(path, path.stat())])
     if not files:
@@ -69,7 +69,8 @@ def _stamp(spec: ModelSpec) -> str | None:
     # The transformer's config may limit the length of prompts.
     transformer = spec.files_of(next(part for part in spec.parts if part.startswith("transformer")))
     config = next((read_text(path) for path in transformer if path.name == "config.json"), None)
-    return TensorCache.key(files=files, transformer=config, versions=library_versions(), encoding=ENCODING_VERSION)
+    encoding = (ENCODING_VERSION, spec.text_version) if spec.text_version else ENCODING_VERSION
+    return TensorCache.key(files=files, transformer=config, versions=library_versions(), encoding=encoding)
 
 
 def _folder(directory: Path, model: ModelSection, part: Part) -> Path:

@@ -91,9 +91,9 @@ class TextCache:
         self._keys.cache.hold()
         # The shapes depend on prompt lengths and templates, which the fingerprint of the encoders does not cover.
         shapes = {name: list(t.shape) for name, t in self.spec.encode_text(encoders, ["a video"]).tensors.items()}
-        keys = replace(
-            self._keys, text_identity=model_fingerprint(encoders.modules, family=self.spec.name, shapes=shapes)
-        )
+        named = {} if self.spec.text_version is None else {"text": self.spec.text_version}
+        identity = model_fingerprint(encoders.modules, family=self.spec.name, shapes=shapes, **named)
+        keys = replace(self._keys, text_identity=identity)
 
         encoded = precompute_text(
             self.texts, partial(self.spec.encode_text, encoders), keys, self.parallel, noun=self.noun

@@ -45,6 +45,8 @@ _SCALES = (
 )
 #: Vocabulary files: a tokenizer's folder holds at least one of them.
 _VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json")
+#: Classes of tokenizers without one, whose tokens are bytes.
+_OF_BYTES = ("ByT5Tokenizer",)
 #: Keys of counts and sizes in configs of networks and schedulers: of layers and steps, and others.
 _COUNT = re.compile(
     r"(.*_)?(num_(\w+_)?(layers|heads|blocks|train_timesteps|groups)|layers_per_block|\w*channels|\w+_dim|dim_mult"
@@ -542,9 +544,16 @@ def _json_problems(folder: Path) -> Iterator[ValueError]:
                 yield error
 
 
+def _is_of_bytes(folder: Path) -> bool:
+    path = folder / "tokenizer_config.json"
+    with contextlib.suppress(ValueError):  # which is another problem
+        return path.is_file() and read_json_object(path).get("tokenizer_class") in _OF_BYTES
+    return False
+
+
 def _missing_files(folder: Path, part: str) -> Iterator[InputError]:
     if part.startswith("tokenizer"):
-        if not any((folder / name).is_file() for name in _VOCABULARIES):
+        if not any((folder / name).is_file() for name in _VOCABULARIES) and not _is_of_bytes(folder):
             yield InputError(f"{folder} holds no tokenizer: none of {', '.join(_VOCABULARIES)}", "not_found")
     elif not (folder / _config_name(part)).is_file():
         yield InputError(f"{folder} has no {_config_name(part)}", "not_found")

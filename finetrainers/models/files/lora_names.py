@@ -19,8 +19,17 @@ READERS: Mapping[str, Mapping[str, str]] = {
         "comfyui": "ComfyUI (models/loras), and diffusers",
         "kohya": "ComfyUI; no trainer of kohya-ss has LTX-Video",
     },
+    "ltx2": {
+        "comfyui": "ComfyUI (models/loras), diffusers, and Lightricks' ltx-trainer",
+        "kohya": "ComfyUI; no trainer of kohya-ss has LTX-2",
+    },
     "hunyuan_video": {"comfyui": "ComfyUI (models/loras)", "kohya": "musubi-tuner"},
+    "hunyuan_video_15": {"comfyui": "ComfyUI (models/loras)", "kohya": "musubi-tuner"},
     "wan": {"comfyui": "ComfyUI (models/loras), and diffusers", "kohya": "musubi-tuner"},
+    "mochi": {
+        "comfyui": "ComfyUI (models/loras)",
+        "kohya": "ComfyUI; no trainer of kohya-ss has Mochi",
+    },
     "cogvideox": {
         "comfyui": "ComfyUI's own nodes (models/loras); ComfyUI-CogVideoXWrapper reads the format diffusers",
         "kohya": "VideoX-Fun, and ComfyUI-CogVideoXWrapper for models of CogVideoX-Fun",
@@ -29,13 +38,17 @@ READERS: Mapping[str, Mapping[str, str]] = {
 #: Programs that ignore a LoRA outside of a network's blocks, by family and format.
 BLOCKS_ALONE: Mapping[tuple[str, str], str] = {
     ("hunyuan_video", "kohya"): "musubi-tuner",
+    ("hunyuan_video_15", "kohya"): "musubi-tuner",
     ("wan", "kohya"): "musubi-tuner",
 }
 #: Name of a network in a file's metadata (`modelspec.architecture`), and the address of its authors' code.
 ARCHITECTURES: Mapping[str, tuple[str, str]] = {
     "ltx_video": ("ltx-video", "https://github.com/Lightricks/LTX-Video"),
+    "ltx2": ("ltx-2", "https://github.com/Lightricks/LTX-2"),
     "hunyuan_video": ("hunyuan-video", "https://github.com/Tencent/HunyuanVideo"),
+    "hunyuan_video_15": ("hunyuan-video-1.5", "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5"),
     "wan": ("wan", "https://github.com/Wan-Video/Wan2.2"),
+    "mochi": ("mochi", "https://github.com/genmoai/mochi"),
     "cogvideox": ("cogvideox", "https://github.com/zai-org/CogVideo"),
 }
 _TENCENT = ("transformer.double_blocks.", "transformer.single_blocks.", "transformer.txt_in.")

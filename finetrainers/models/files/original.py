@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from finetrainers.utils.failures import InputError
 
+from . import original_mochi
 from .layouts import Layout, Rule, build_layout, rename_layout
 
 #: Name of the layout of a network's own names.
@@ -159,6 +160,48 @@ def _hunyuan_vae(names: list[str]) -> dict[str, Layout]:
     }
 
 
+# ---- HunyuanVideo-1.5 ----------------------------------------------------------------------------------------------
+
+#: The names of HunyuanVideo, and those that are new. Tencent's files have query, key and value apart.
+_HUNYUAN_15 = (
+    *_mlp(r"time_embed\.timestep_embedder", "time_in.mlp"),
+    Rule(r"context_embedder_2\.norm\.(.*)", r"byt5_in.layernorm.\1"),
+    Rule(r"context_embedder_2\.linear_(\d)\.(.*)", r"byt5_in.fc\1.\2"),
+    *(
+        Rule(rf"image_embedder\.{name}\.(.*)", rf"vision_in.proj.{place}.\1")
+        for name, place in (("norm_in", 0), ("linear_1", 1), ("linear_2", 3), ("norm_out", 4))
+    ),
+    Rule(r"cond_type_embed\.(.*)", r"cond_type_embedding.\1"),
+    *HUNYUAN_TRANSFORMER,
+)
+HUNYUAN_15_TRANSFORMER = (
+    Rule(_DOUBLE + r"attn\.to_([qkv])\.(.*)", _DOUBLE_TO + r"img_attn_\2.\3"),
+    Rule(_DOUBLE + r"attn\.add_([qkv])_proj\.(.*)", _DOUBLE_TO + r"txt_attn_\2.\3"),
+    *_HUNYUAN_15,
+)
+
+
+def _hunyuan_15_transformer(names: list[str]) -> dict[str, Layout]:
+    """Return ComfyUI's files, which musubi-tuner reads, too; Tencent's; and the names of ComfyUI's own modules."""
+    joined = build_layout(names, _HUNYUAN_15)
+    tencent = build_layout(names, HUNYUAN_15_TRANSFORMER)
+    return {"ComfyUI's files": joined, "Tencent's": tencent, COMFYUI: rename_layout(joined, _HUNYUAN_COMFYUI)}
+
+
+def _hunyuan_15_vae(names: list[str]) -> dict[str, Layout]:
+    """Return the layout of the VAE by Tencent and ComfyUI: latent diffusion's, with blocks in the order of decoding."""
+    half, number = r"(encoder|decoder)\.", r"(\d+)\."
+    rules = [
+        Rule(half + r"mid_block\.resnets\.0\.(.*)", r"\1.mid.block_1.\2"),
+        Rule(half + r"mid_block\.resnets\.1\.(.*)", r"\1.mid.block_2.\2"),
+        Rule(half + r"mid_block\.attentions\.0\.to_([qkv])\.(.*)", r"\1.mid.attn_1.\2.\3"),
+        Rule(half + r"mid_block\.attentions\.0\.(.*)", r"\1.mid.attn_1.\2"),
+        Rule(half + r"(down|up)_blocks\." + number + r"resnets\.(.*)", r"\1.\2.\3.block.\4"),
+        Rule(half + r"(down|up)_blocks\." + number + r"(down|up)samplers\.0\.(.*)", r"\1.\2.\3.\4sample.\5"),
+    ]
+    return {"Tencent's": build_layout(names, rules)}
+
+
 # ---- CogVideoX -----------------------------------------------------------------------------------------------------
 
 _COG_TO = r"transformer.layers.\1."
@@ -261,6 +304,25 @@ def _ltx_vae(names: list[str]) -> dict[str, Layout]:
         (r"norm3\.(weight|bias)$", r"norm3.norm.\1"),
     ]
     return {"Lightricks'": rename_layout(build_layout(names, rules), changes)}
+
+
+# ---- LTX-2 ---------------------------------------------------------------------------------------------------------
+
+#: Names of ComfyUI and of Lightricks' own code; those of 2.3 alone come last.
+_LTX2_TRANSFORMER = (
+    (r"^(audio_)?proj_in\.", r"\1patchify_proj."),
+    (r"^(audio_)?time_embed\.", r"\1adaln_single."),
+    (r"^av_cross_attn_(video|audio)_scale_shift\.", r"av_ca_\1_scale_shift_adaln_single."),
+    (r"^av_cross_attn_video_a2v_gate\.", "av_ca_a2v_gate_adaln_single."),
+    (r"^av_cross_attn_audio_v2a_gate\.", "av_ca_v2a_gate_adaln_single."),
+    (r"\.(video|audio)_a2v_cross_attn_scale_shift_table$", r".scale_shift_table_a2v_ca_\1"),
+    (r"\.norm_([qk])\.", r".\1_norm."),
+    (r"^(audio_)?prompt_adaln\.", r"\1prompt_adaln_single."),
+)
+
+
+def _ltx2_transformer(names: list[str]) -> dict[str, Layout]:
+    return {"Lightricks'": rename_layout(build_layout(names, ()), _LTX2_TRANSFORMER)}
 
 
 def _flat(
@@ -386,10 +448,16 @@ def _wan_vae(names: list[str]) -> dict[str, Layout]:
 ORIGINALS: dict[str, Original] = {
     "HunyuanVideoTransformer3DModel": Original("", _hunyuan_transformer),
     "AutoencoderKLHunyuanVideo": Original("", _hunyuan_vae),
+    "HunyuanVideo15Transformer3DModel": Original("", _hunyuan_15_transformer),
+    "AutoencoderKLHunyuanVideo15": Original("", _hunyuan_15_vae),
     "CogVideoXTransformer3DModel": Original("model.diffusion_model.", _cog_transformer, has_buffers=True),
     "AutoencoderKLCogVideoX": Original("", _cog_vae),
     "LTXVideoTransformer3DModel": Original("model.diffusion_model.", _ltx_transformer),
     "AutoencoderKLLTXVideo": Original("vae.", _ltx_vae),
+    "LTX2VideoTransformer3DModel": Original("model.diffusion_model.", _ltx2_transformer),
+    "AutoencoderKLLTX2Video": Original("vae.", _ltx_vae),
     "WanTransformer3DModel": Original("model.diffusion_model.", _wan_transformer),
     "AutoencoderKLWan": Original("", _wan_vae),
+    "MochiTransformer3DModel": Original("", original_mochi.transformer_layouts),
+    "AutoencoderKLMochi": Original("", original_mochi.vae_layouts),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from finetrainers.utils.failures import InputError, error_kind
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.hashed_files import Written, save_safetensors
-from finetrainers.utils.headers import adapter_metadata, load_tensors
+from finetrainers.utils.headers import adapter_metadata, load_tensors, read_header
 from finetrainers.utils.reading import parse_json
 from finetrainers.utils.text import plural
 
@@ -28,6 +29,9 @@ from .weights import non_finite
 MAX_SHARD_SIZE = 10_000_000_000
 _SHARDS = "diffusion_pytorch_model{suffix}.safetensors"
 LORA_FILE = "pytorch_lora_weights.safetensors"
+#: Key of a LoRA file's metadata: version of the model that it was trained on; see `Facts.version`.
+VERSION_KEY = "base_model_version"
+logger = logging.getLogger(__name__)
 
 
 def save_lora(
@@ -77,6 +81,13 @@ def read_lora(pipeline_cls: Any, path: Path, network: Callable[[], nn.Module], *
             f"{path} holds NaN or infinity in {plural(len(bad), 'tensor')}: {summarize(bad)}; the file is damaged"
         )
     return lora
+
+
+def warn_of_version(path: Path, version: str | None) -> None:
+    """Warn if a LoRA file states that it was trained on another version of the model."""
+    stated = None if version is None else read_header(path).metadata.get(VERSION_KEY)
+    if stated not in (None, version):
+        logger.warning("%s was trained on %s, and this model is %s: it may not have its effect", path, stated, version)
 
 
 def _read_stock(pipeline_cls: Any, path: Path, part: str, family: str) -> Lora:

@@ -89,7 +89,7 @@ def network_problems(config: ModelSection, networks: Mapping[str, Any]) -> tuple
             continue
         where = source_option(config, part)
         try:
-            network = _on_meta(cls, settings, str(folder / "config.json"))
+            network = network_on_meta(cls, settings, str(folder / "config.json"))
         except InputError as error:
             problems.append(Problem.from_error(where, error))
             continue
@@ -125,8 +125,10 @@ def _are_renamed(network: nn.Module, missing: Iterable[str], unused: Shapes) -> 
     Networks that see images are stored under names of earlier versions. Tensors that are missing nevertheless are
     reported by loading.
     """
-    tensors = network.state_dict()
-    missing_shapes = Counter(tuple(tensors[name].shape) for name in missing)
+    tensors, ties = network.state_dict(), _ties(network)
+    missing_shapes = Counter(
+        tuple(tensors[min(names)].shape) for names in {frozenset(ties.get(n, {n})) for n in missing}
+    )
     return not isinstance(network, ModelMixin) and bool(missing_shapes) and missing_shapes <= Counter(unused.values())
 
 
@@ -136,7 +138,7 @@ def _single_file_problems(config: ModelSection, part: str, cls: Any, path: Path)
     if settings is None or not path.is_file():
         return [], []  # already reported, or still to be downloaded
     try:
-        network = _on_meta(cls, settings, f"the config of the {part}")
+        network = network_on_meta(cls, settings, f"the config of the {part}")
     except InputError as error:
         return [Problem.from_error(where, error)], []
     match, warnings = match_network(path, network), []
@@ -235,7 +237,7 @@ def non_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return bad
 
 
-def _on_meta(cls: Any, settings: Mapping[str, Any], name: str) -> nn.Module:
+def network_on_meta(cls: Any, settings: Mapping[str, Any], name: str) -> nn.Module:
     """Build the network of a config; `name` is that of the config in messages.
 
     Raises:

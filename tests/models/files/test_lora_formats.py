@@ -13,8 +13,11 @@ import pytest
 import torch
 from diffusers import (
     CogVideoXTransformer3DModel,
+    HunyuanVideo15Transformer3DModel,
     HunyuanVideoTransformer3DModel,
+    LTX2VideoTransformer3DModel,
     LTXVideoTransformer3DModel,
+    MochiTransformer3DModel,
     WanTransformer3DModel,
 )
 from diffusers.loaders.lora_conversion_utils import _convert_hunyuan_video_lora_to_diffusers
@@ -37,11 +40,14 @@ FORMATS = ("diffusers", "comfyui", "kohya", "peft")
 #: Networks of the published widths, with as few blocks as there are kinds of them.
 PUBLISHED = {
     "ltx_video": (LTXVideoTransformer3DModel, {"num_layers": 1}),
+    "ltx2": (LTX2VideoTransformer3DModel, {"num_layers": 1, "cross_attn_mod": True, "gated_attn": True}),
     "hunyuan_video": (
         HunyuanVideoTransformer3DModel,
         {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1},
     ),
+    "hunyuan_video_15": (HunyuanVideo15Transformer3DModel, {"num_layers": 1, "num_refiner_layers": 1}),
     "cogvideox": (CogVideoXTransformer3DModel, {"num_layers": 1, "ofs_embed_dim": 512}),
+    "mochi": (MochiTransformer3DModel, {"num_layers": 2}),
     "wan": (
         WanTransformer3DModel,
         {"num_layers": 1, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120, "pos_embed_seq_len": 514},
@@ -84,7 +90,7 @@ def output(spec: ModelSpec, network: nn.Module) -> Tensor:
     conditions, meta = spec.empty_inputs(1)
     for tensor in conditions.tensors.values():
         tensor.fill_(True) if tensor.dtype == torch.bool else tensor.copy_(torch.randn(tensor.shape, generator=draw))
-    channels = network.config.out_channels
+    channels = spec.latent_channels(network)
     latents = torch.randn(1, channels, 2, 4, 4, generator=draw)
     level = 0.5 if spec.facts.is_flow else 500
     return spec.predict(network, latents, torch.tensor([level]), conditions, meta)
@@ -124,7 +130,7 @@ def test_every_format_computes_what_was_trained(family: str, spec_of: Callable[.
     stock = PeftModel.from_pretrained(spec.load_transformer(torch.float32), tmp_path / "peft")
     torch.testing.assert_close(output(spec, stock.base_model.model), expected, rtol=1e-4, atol=1e-4)
     pipeline = spec.pipeline(spec.load_transformer(torch.float32), spec.load_vae(), spec.load_scheduler())
-    pipeline.load_lora_weights(tmp_path / "diffusers")
+    spec.load_into(pipeline, next((tmp_path / "diffusers").glob("*.safetensors")))
     torch.testing.assert_close(output(spec, pipeline.transformer), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -213,12 +219,12 @@ def comfyui_keys(family: str, network: nn.Module) -> set[str]:
             for name in names
         }  # fmt: skip
     else:
-        own = {*layouts[{"hunyuan_video": "ComfyUI's", "ltx_video": "Lightricks'", "wan": "Wan-AI's"}[family]]}
+        own = {*layouts.get("ComfyUI's", next(iter(kept for kind, kept in layouts.items() if kind != "diffusers")))}
     found = set()
     for key in (f"diffusion_model.{name}" for name in own if name.endswith(".weight")):
         plain = key.removesuffix(".weight")
         found |= {plain, "lora_unet_" + plain.removeprefix("diffusion_model.").replace(".", "_")}
-        if family == "hunyuan_video":  # of diffusion-pipe and older files
+        if family.startswith("hunyuan_video"):  # of diffusion-pipe and older files
             old = (
                 key.replace("_mod.lin.", "_mod.linear.")
                 .replace("_attn.qkv.", "_attn_qkv.")
@@ -237,7 +243,7 @@ def comfyui_keys(family: str, network: nn.Module) -> set[str]:
 def test_comfyui_finds_every_layer(family: str) -> None:
     network, lora = adapter(family, device="meta")
     keys = comfyui_keys(family, network)
-    for kind in ("comfyui", *(["kohya"] if family in ("ltx_video", "wan") else [])):
+    for kind in ("comfyui", *(["kohya"] if family in ("ltx_video", "wan", "mochi") else [])):
         layers = {re.sub(r"\.(lora_(A|B|down|up)\.weight|alpha)$", "", name) for name in to_stored(lora, network, kind)}
         assert sorted(layers - keys) == []
 

@@ -56,6 +56,8 @@ LTX_VAES: dict[str, dict[str, Any]] = {
 FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "HunyuanVideo transformer": ("HunyuanVideoTransformer3DModel", NETWORKS["HunyuanVideo"].config),
     "HunyuanVideo VAE": ("AutoencoderKLHunyuanVideo", {}),
+    "HunyuanVideo-1.5 transformer": ("HunyuanVideo15Transformer3DModel", {"num_layers": 2}),
+    "HunyuanVideo-1.5 VAE": ("AutoencoderKLHunyuanVideo15", {}),
     "LTX-Video transformer": ("LTXVideoTransformer3DModel", NETWORKS["LTX-Video"].config),
     **{f"LTX-Video VAE {version}": ("AutoencoderKLLTXVideo", config) for version, config in LTX_VAES.items()},
     "CogVideoX-2b transformer": ("CogVideoXTransformer3DModel", {}),
@@ -73,6 +75,8 @@ FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "Wan image-to-video transformer": (
         "WanTransformer3DModel", {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120, "num_layers": 2},
     ),
+    "Mochi transformer": ("MochiTransformer3DModel", {}),
+    "Mochi VAE": ("AutoencoderKLMochi", {}),
     "Wan 2.1 VAE": ("AutoencoderKLWan", {}),
     "Wan 2.2 VAE": (
         "AutoencoderKLWan",
@@ -86,6 +90,7 @@ CONVERTERS = {
     "LTXVideoTransformer3DModel": single_file_utils.convert_ltx_transformer_checkpoint_to_diffusers,
     "AutoencoderKLLTXVideo": single_file_utils.convert_ltx_vae_checkpoint_to_diffusers,
     "WanTransformer3DModel": single_file_utils.convert_wan_transformer_to_diffusers,
+    "MochiTransformer3DModel": single_file_utils.convert_mochi_transformer_checkpoint_to_diffusers,
     "AutoencoderKLWan": single_file_utils.convert_wan_vae_to_diffusers,
 }
 

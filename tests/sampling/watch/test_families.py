@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_family import FAMILIES
+from every_family import FAMILIES, short_clip
 from PIL import Image
 
 from finetrainers.cli.main import main
@@ -50,14 +50,14 @@ def test_a_watch_of_every_family(
     family: str, tiny_repo: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    repository, run = tiny_repo(family), tmp_path / "run"
+    repository, run, size = tiny_repo(family), tmp_path / "run", f"{short_clip(family)}x64x64"
     spec = get_family(family).load(ModelSection(model_name=family, pretrained_model_name_or_path=str(repository)))
     for step in (1, 2):
         checkpoint(run, spec, step=step)
     dtypes = "".join(f'{part}_dtype = "fp32"\n' for part in ("transformer", "vae", "text_encoder"))
     (run / "config.toml").write_text(
         f'model_name = "{family}"\npretrained_model_name_or_path = "{repository}"\n{dtypes}'
-        f'data_root = "gone"\nvideo_resolution_buckets = ["9x64x64"]\noutput_dir = "{run}"\ntrain_steps = 2\n'
+        f'data_root = "gone"\nvideo_resolution_buckets = ["{size}"]\noutput_dir = "{run}"\ntrain_steps = 2\n'
         f'validation_prompts = "{PROMPT}"\nvalidation_inference_steps = 2\nvalidation_guidance_scale = 2.0\n'
     )
     media: list[str] = []
@@ -83,7 +83,7 @@ def test_a_watch_of_every_family(
     assert (folder / records[0]["file"]).read_bytes() != (folder / records[1]["file"]).read_bytes()
     best = max(records, key=lambda one: one["scores"]["brightness"])["step"]
     assert best_checkpoint(run) == run / "checkpoints" / f"step-{best}"
-    sample = ["sample", str(run / "checkpoints" / "step-2"), *arguments[1:], "--size", "9x64x64"]
+    sample = ["sample", str(run / "checkpoints" / "step-2"), *arguments[1:], "--size", size]
     assert main(sample) == 0
     [theirs] = (run / "samples" / "sample").glob("*.mp4")
     assert torch.equal(server._pixels(theirs), server._pixels(folder / records[1]["file"]))
