@@ -84,8 +84,8 @@ def activation_units(
 #: Settings, the simplest first.
 SETTINGS: tuple[ActivationMemory, ...] = ("none", "checkpoint", "keep_attention", "offload")
 #: `Machine.launch` of a GPU, and how many times as long launching takes with each setting: hooks of autograd, and for
-#: the last two a mode that sees every operation. Measured with LoRAs for LTX-Video on hosts of an H200
-#: (`benchmarks/results/gpu.md`): 0.30 s for 28 blocks.
+#: the last two a mode that sees every operation. Measured with LoRAs of 28 blocks on hosts of an H200
+#: (`benchmarks/results/gpu.md`): 0.30 s.
 LAUNCH_S = 0.0105
 _LAUNCHES: dict[ActivationMemory, float] = {"none": 1.0, "checkpoint": 1.4, "keep_attention": 2.2, "offload": 3.0}
 #: The simpler of two settings is chosen if its step takes at most this share longer.
