@@ -360,11 +360,11 @@ def test_text_encoders_are_known_by_their_files_while_these_stay_as_they_are(tmp
         assert (recall_files(tmp_path, spec) == "name") == known
 
     times = weights.stat()
-    after(lambda: (repo / "vae" / "config.json").write_text("[]"), known=True)
+    after(lambda: (repo / "vae" / "config.json").write_text('{"other": 1}'), known=True)
     after(lambda: weights.write_bytes(b"other"), known=False)
     after(lambda: (repo / "tokenizer" / "vocab.json").write_text("{}"), known=False)
     after(
-        lambda: (repo / "transformer" / "config.json").write_text("[1]"), known=False
+        lambda: (repo / "transformer" / "config.json").write_text('{"other": 1}'), known=False
     )  # it may say how long texts are
     after(lambda: os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns)), known=False)
     for other in (
