@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from finetrainers.config.errors import ConfigError
 from finetrainers.config.root import fields
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.spec import ModelSpec
@@ -61,7 +62,11 @@ def _stamp(spec: ModelSpec) -> str | None:
     gigabytes would take as long as loading them. Return None if the files are not on this disk.
     """
     files: list[object] = []
-    for part in spec.facts.text_parts:
+    try:
+        parts = spec.facts.text_parts
+    except ConfigError:  # without its configs
+        return None
+    for part in parts:
         for path in filter(Path.is_file, spec.files_of(part)):
             files.append([part, *file_version(path, path.stat())])
     if not files:
