@@ -65,6 +65,7 @@ class _Calls:
         noises: tensors that the pipeline has drawn, in its own order of axes.
         times: the scheduler's timestep of each step.
         stepped: sample after each step, in the pipeline's own order of axes.
+        decoded: latents that the VAE decoded, in its own space.
     """
 
     arguments: list[dict[str, Any]] = field(default_factory=list)
@@ -72,6 +73,7 @@ class _Calls:
     noises: list[Tensor] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     stepped: list[Tensor] = field(default_factory=list)
+    decoded: list[Tensor] = field(default_factory=list)
 
 
 class _Checkpoint:
@@ -100,21 +102,46 @@ class _Checkpoint:
             self._check(f"{name} of a batch{suffix}", tensor, torch.cat([row[name] for row in single]))
         calls, frames = self._run_pipeline(with_image=with_image)
         x, meta, trained = self._noisy_input(calls.noises[0], with_image=with_image)
+        vae = self.encoders["vae"]
+        stats = self.spec.vae_stats(vae)
+        if self.spec.sampling_times is None:
+            self._compare_trajectories(suffix, calls, (x, meta, single[0], trained))
+            latents = stats.normalize(calls.decoded[-1])
+        else:
+            self._compare_steps(suffix, calls, (x, meta, single[0], trained), with_image=with_image)
+            latents = x[:, :, -self.spec.facts.geometry.latent_shape(*self.size)[0] :]
+        decoded = self.spec.decode(vae, latents, stats)
+        self._check(f"decoded video{suffix}", decoded[0].transpose(0, 1), frames)
+        own, stock = self._samples(with_image=with_image)
+        self._check(f"sample{suffix}", own, stock)
+        return [f"{name}{suffix}" for name in ("text", "calls", "decoded video", "sample")]
+
+    def _compare_steps(self, suffix: str, calls: _Calls, inputs: tuple[Any, ...], *, with_image: bool) -> None:
+        """Compare the calls at noise that does not change, and the first step of a flow-matching model."""
+        x, meta, conditions, trained = inputs
         times = self._process_times(calls.times, with_image=with_image)
         for step, time in enumerate(times):
-            prediction = self._compare_call(f"step {step}{suffix}", calls, step, (x, meta, single[0], trained, time))
+            prediction = self._compare_call(f"step {step}{suffix}", calls, step, (x, meta, conditions, trained, time))
             if step == 0 and self.spec.facts.is_flow and trained is None:
                 # Every solver begins with a straight line. Pipelines that pack latents order them otherwise.
                 straight = x + (times[1] - time) * prediction
                 ordered = [tensor.float().flatten().sort().values for tensor in (straight, calls.stepped[0])]
                 self._check(f"sample after step 0{suffix}", *ordered, tolerance=_FLOORED)
-        vae = self.encoders["vae"]
-        latents = x[:, :, -self.spec.facts.geometry.latent_shape(*self.size)[0] :]
-        decoded = self.spec.decode(vae, latents, self.spec.vae_stats(vae))
-        self._check(f"decoded video{suffix}", decoded[0].transpose(0, 1), frames)
-        own, stock = self._samples(with_image=with_image)
-        self._check(f"sample{suffix}", own, stock)
-        return [f"{name}{suffix}" for name in ("text", "calls", "decoded video", "sample")]
+
+    def _compare_trajectories(self, suffix: str, calls: _Calls, inputs: tuple[Any, ...]) -> None:
+        """Compare calls with a time for each latent frame, and the given frames and the first step between them."""
+        first, meta, conditions, trained = inputs
+        levels = [call["timestep"] / self.pipelines[False].scheduler.config.num_train_timesteps for call in calls.arguments]
+        for step, (call, t) in enumerate(zip(calls.arguments, levels, strict=True)):
+            x = call["hidden_states"]
+            if trained is not None:
+                given = torch.where(trained[:, None, :, None, None] > 0, x, first)
+                self._check(f"given frames of step {step}{suffix}", given, x)
+            prediction = self._compare_call(f"step {step}{suffix}", calls, step, (x, meta, conditions, None, t))
+            if step == 0:
+                straight = x + (levels[1] - t)[:, None, :, None, None] * prediction
+                following = calls.arguments[1]["hidden_states"]
+                self._check(f"sample after step 0{suffix}", straight, following, tolerance=_FLOORED)
 
     def _process_times(self, timesteps: Sequence[float], *, with_image: bool) -> list[float]:
         """Return process times of the scheduler's timesteps, after comparing them with `ModelSpec.sampling_times`."""
@@ -175,11 +202,16 @@ class _Checkpoint:
             calls.noises.append(randn_tensor(*args, **kwargs))
             return calls.noises[-1]
 
+        def decode(latents: Tensor, *args: Any, **kwargs: Any) -> Any:
+            calls.decoded.append(latents)
+            return type(pipeline.vae).decode(pipeline.vae, latents, *args, **kwargs)
+
         networks = [n for name, n in pipeline.components.items() if name.startswith("transformer") and n is not None]
         with (
             _recorded(networks, calls),
             forced_arguments(networks, self.spec.own_arguments),
             patch.object(type(pipeline.scheduler), "step", keep_sample),
+            patch.object(pipeline.vae, "decode", decode),
             patch.object(sys.modules[type(pipeline).__module__], "randn_tensor", draw),
             _without_posterior_noise(),
         ):
@@ -214,7 +246,7 @@ class _Checkpoint:
         x, meta, conditions, trained, time = inputs
         own = _Calls()
         network = self.spec.network_at(time, self.network) if self.spec.facts.boundary is not None else self.network
-        t = torch.tensor([time]) if self.spec.facts.is_flow else torch.tensor([int(time)])
+        t = time if isinstance(time, Tensor) else torch.tensor([time if self.spec.facts.is_flow else int(time)])
         with _recorded([network], own):
             prediction = self.spec.predict(network, x, t if trained is None else t[:, None] * trained, conditions, meta)
         expected = calls.arguments[step]
@@ -254,6 +286,7 @@ class _Checkpoint:
 
     def _check(self, name: str, own: Any, expected: Any, *, tolerance: float | None = None) -> None:
         """Compare two tensors; one may have a value for each row, and the other a value for each element of a row."""
+        own, expected = (torch.tensor(value) if isinstance(value, list) else value for value in (own, expected))
         if not (isinstance(own, Tensor) and isinstance(expected, Tensor)):
             raise AssertionError(f"{name}: {_describe(own)} here, {_describe(expected)} in the pipeline")
         own, expected = own.float(), expected.float()
