@@ -65,7 +65,6 @@ class _Calls:
         noises: tensors that the pipeline has drawn, in its own order of axes.
         times: the scheduler's timestep of each step.
         stepped: sample after each step, in the pipeline's own order of axes.
-        decoded: latents that the VAE decoded, in its own space.
     """
 
     arguments: list[dict[str, Any]] = field(default_factory=list)
@@ -73,7 +72,6 @@ class _Calls:
     noises: list[Tensor] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     stepped: list[Tensor] = field(default_factory=list)
-    decoded: list[Tensor] = field(default_factory=list)
 
 
 class _Checkpoint:
@@ -102,15 +100,14 @@ class _Checkpoint:
             self._check(f"{name} of a batch{suffix}", tensor, torch.cat([row[name] for row in single]))
         calls, frames = self._run_pipeline(with_image=with_image)
         x, meta, trained = self._noisy_input(calls.noises[0], with_image=with_image)
-        vae = self.encoders["vae"]
-        stats = self.spec.vae_stats(vae)
         if self.spec.sampling_times is None:
             self._compare_trajectories(suffix, calls, (x, meta, single[0], trained))
-            latents = stats.normalize(calls.decoded[-1])
+            latents = calls.stepped[-1]
         else:
             self._compare_steps(suffix, calls, (x, meta, single[0], trained), with_image=with_image)
             latents = x[:, :, -self.spec.facts.geometry.latent_shape(*self.size)[0] :]
-        decoded = self.spec.decode(vae, latents, stats)
+        vae = self.encoders["vae"]
+        decoded = self.spec.decode(vae, latents, self.spec.vae_stats(vae))
         self._check(f"decoded video{suffix}", decoded[0].transpose(0, 1), frames)
         own, stock = self._samples(with_image=with_image)
         self._check(f"sample{suffix}", own, stock)
@@ -131,7 +128,8 @@ class _Checkpoint:
     def _compare_trajectories(self, suffix: str, calls: _Calls, inputs: tuple[Any, ...]) -> None:
         """Compare calls with a time for each latent frame, and the given frames and the first step between them."""
         first, meta, conditions, trained = inputs
-        levels = [call["timestep"] / self.pipelines[False].scheduler.config.num_train_timesteps for call in calls.arguments]
+        timesteps = self.pipelines[False].scheduler.config.num_train_timesteps
+        levels = [call["timestep"] / timesteps for call in calls.arguments]
         for step, (call, t) in enumerate(zip(calls.arguments, levels, strict=True)):
             x = call["hidden_states"]
             if trained is not None:
@@ -198,20 +196,19 @@ class _Checkpoint:
             calls.stepped.append(outputs[0])
             return (arguments["sample"], *outputs[1:])
 
+        def keep_latents(_: Any, step: int, t: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            calls.stepped.append(tensors["latents"])
+            return {}
+
         def draw(*args: Any, **kwargs: Any) -> Tensor:
             calls.noises.append(randn_tensor(*args, **kwargs))
             return calls.noises[-1]
-
-        def decode(latents: Tensor, *args: Any, **kwargs: Any) -> Any:
-            calls.decoded.append(latents)
-            return type(pipeline.vae).decode(pipeline.vae, latents, *args, **kwargs)
 
         networks = [n for name, n in pipeline.components.items() if name.startswith("transformer") and n is not None]
         with (
             _recorded(networks, calls),
             forced_arguments(networks, self.spec.own_arguments),
             patch.object(type(pipeline.scheduler), "step", keep_sample),
-            patch.object(pipeline.vae, "decode", decode),
             patch.object(sys.modules[type(pipeline).__module__], "randn_tensor", draw),
             _without_posterior_noise(),
         ):
@@ -221,6 +218,8 @@ class _Checkpoint:
             arguments |= {name: 0 for name in ("image_crf",) if with_image and name in accepted}
             if "true_cfg_scale" in accepted:
                 arguments["true_cfg_scale"] = 1.0  # one call for each step
+            if self.spec.sampling_times is None:
+                arguments["callback_on_step_end"] = keep_latents
             return calls, pipeline(**arguments, output_type="pt").frames[0]
 
     def _noisy_input(self, noise: Tensor, *, with_image: bool) -> tuple[Tensor, VideoMeta, Tensor | None]:

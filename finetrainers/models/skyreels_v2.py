@@ -151,7 +151,8 @@ class SkyReelsV2Spec(WanSpec):
         call = super().pipeline_call(conditions, negative, request)
         if not self.is_forcing:
             return call
-        return {"base_num_frames": max(BASE_FRAMES, request.num_frames), "fps": round(request.frame_rate), **call}
+        window = max(BASE_FRAMES, request.num_frames)
+        return {"prompt": None, "base_num_frames": window, "fps": round(request.frame_rate), **call}
 
     def sample(
         self,

@@ -350,7 +350,9 @@ class WanSpec(ModelSpec):
             shape = (len(x), channels, *x.shape[2:])
             x = torch.cat([x, x.new_zeros(shape) if first_frame is None else first_frame.to(dtype)], dim=1)
         elif first_frame is not None:
-            raise InputError(f"this is a text-to-video checkpoint of {self.name}: it takes no first frame", "unsupported")
+            raise InputError(
+                f"this is a text-to-video checkpoint of {self.name}: it takes no first frame", "unsupported"
+            )
         states = meta.extra.get(IMAGE_STATES)
         if self.facts.sees_image:
             states = self._states_or_zeros(network, x, states)

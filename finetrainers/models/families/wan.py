@@ -46,8 +46,8 @@ def read(configs: Configs, *, family: str = "wan") -> Facts:
     temporal, patch = vae.get("scale_factor_temporal", 4), transformer.get("patch_size", (1, 2, 2))
     if inputs not in (latents, 2 * latents + temporal):
         raise InputError(
-            f"a {family} transformer with {inputs} input channels for {latents} latent channels is not known; text-to-video "
-            f"checkpoints have {latents}, image-to-video ones {2 * latents + temporal}",
+            f"a {family} transformer with {inputs} input channels for {latents} latent channels is not known; "
+            f"text-to-video checkpoints have {latents}, image-to-video ones {2 * latents + temporal}",
             "unsupported",
         )
     has_times = index.get("expand_timesteps", latents == 48)
