@@ -35,10 +35,12 @@ def read(configs: Configs) -> Facts:
     """
     facts = wan.read(configs, family="skyreels_v2")
     transformer, pipeline = configs.get("transformer", {}), configs.get("model_index", {}).get("_class_name")
-    takes_levels = pipeline in FORCING_PIPELINES or (pipeline is None and transformer.get("inject_sample_info", False))
+    has_rates = transformer.get("inject_sample_info", False)
+    takes_levels = pipeline in FORCING_PIPELINES or (pipeline is None and has_rates)
     is_image_to_video = facts.first_frame == "channels"
     facts = replace(
         facts,
+        misread={"comfyui": "its network has no embedding of the frame rate"} if has_rates else {},
         geometry=replace(facts.geometry, fps=24.0),
         boundary=None,
         defaults={
