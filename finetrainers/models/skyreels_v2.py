@@ -125,19 +125,23 @@ class SkyReelsV2Spec(WanSpec):
     def _rates_of_clips(self, network: Any, meta: VideoMeta) -> Iterator[None]:
         """Let clips of a batch have separate frame rates within the block.
 
-        diffusers' network adds the projection of one rate to the times of all frames, and fails for several. So each
-        clip gets the difference to the first clip's, which is 0 where rates are equal.
+        diffusers' network adds the projection of one rate to the times of all clips, and fails for several. So it is
+        added before, for each clip, and the network adds zeros.
         """
+        projection, hooks = network.fps_projection, []
 
-        def add_difference(_: nn.Module, args: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            rates = network.fps_projection(network.fps_embedding(_rate_indexes(meta)))
-            return (outputs[0], outputs[1] + (rates - rates[:1])[:, None].to(outputs[1]), *outputs[2:])
+        def add_rates(_: nn.Module, args: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            rates = projection(network.fps_embedding(_rate_indexes(meta)))
+            hooks.append(projection.register_forward_pre_hook(lambda _, args: args[0][:0]))
+            hooks.append(projection.register_forward_hook(lambda _, args, none: none.new_zeros(1, none.shape[1])))
+            return (outputs[0], outputs[1] + rates[:, None], *outputs[2:])
 
-        hook = network.condition_embedder.register_forward_hook(add_difference)
+        hooks.append(network.condition_embedder.register_forward_hook(add_rates))
         try:
             yield
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
     def count_tokens(self, network: Any, call: Mapping[str, Any]) -> Tokens:
         """Count the noise levels of frames, not of tokens, for diffusion forcing."""

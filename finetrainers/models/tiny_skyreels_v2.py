@@ -12,12 +12,12 @@ from diffusers import (
     SkyReelsV2Transformer3DModel,
     UniPCMultistepScheduler,
 )
-from transformers import CLIPProcessor, CLIPVisionModelWithProjection
+from transformers import CLIPVisionModelWithProjection
 
 from finetrainers.utils.failures import InputError
 
 from .tiny import save_pipeline, seeded
-from .tiny_tokenizers import clip_tokenizer, t5_tokenizer
+from .tiny_tokenizers import t5_tokenizer
 from .tiny_wan import SEES_IMAGE, image_encoder, image_processor, text_encoder, wan_vae
 
 SkyReelsV2Version = Literal["t2v", "i2v", "df"]
@@ -72,7 +72,7 @@ def build_skyreels_v2(
             ),
         }  # fmt: skip
         if version == "i2v":
-            processor = CLIPProcessor(image_processor(), clip_tokenizer())
-            parts |= {"image_encoder": image_encoder(CLIPVisionModelWithProjection), "image_processor": processor}
+            encoder = image_encoder(CLIPVisionModelWithProjection)
+            parts |= {"image_encoder": encoder, "image_processor": image_processor()}
         pipeline = pipeline_class(**parts)
     return save_pipeline(pipeline, directory)
