@@ -92,7 +92,7 @@ class _Checkpoint:
         self.images = [Image.fromarray(image) for image in pixels]
 
     def compare(self, *, with_image: bool) -> list[str]:
-        """Compare texts, calls, decoding and a sample, and return their names."""
+        """Compare prompt embeddings, calls, decoding and a sample, and return their names."""
         suffix = " from an image" if with_image else ""
         conditions = self._conditions(_PROMPTS, with_image=with_image)
         single = [self._conditions([prompt], with_image=with_image) for prompt in _PROMPTS]

@@ -21,7 +21,6 @@ from transformers import CLIPVisionModelWithProjection
 from . import given_frames
 from .batch import PromptEmbeds, SampleRequest, VideoMeta
 from .compiling import unwrap
-from .families.skyreels_v2 import BASE_FRAMES
 from .flops import Stream, Tokens
 from .split.sequence import SequenceParallelPlan
 from .wan import WanSpec
@@ -50,7 +49,7 @@ class SkyReelsV2Spec(WanSpec):
 
     @property
     def noise_per(self) -> Literal["clip", "frame"]:  # type: ignore[override]
-        """What gets a separate noise level in training."""
+        """Unit that has a separate noise level in training."""
         return "frame" if self.is_forcing else "clip"
 
     @property
@@ -155,8 +154,8 @@ class SkyReelsV2Spec(WanSpec):
         call = super().pipeline_call(conditions, negative, request)
         if not self.is_forcing:
             return call
-        window = max(BASE_FRAMES, request.num_frames)
-        return {"prompt": None, "base_num_frames": window, "fps": round(request.frame_rate), **call}
+        window = {} if "overlap_history" in call else {"base_num_frames": request.num_frames}
+        return {"prompt": None, "fps": round(request.frame_rate), **window, **call}
 
     def sample(
         self,

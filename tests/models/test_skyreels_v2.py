@@ -77,7 +77,7 @@ def test_windows_and_blocks_of_a_sample_are_checked() -> None:
         [25], [25, 25], [25, 25, 9],
     ]  # fmt: skip
     valid: tuple[tuple[Mapping[str, int], int], ...] = (
-        ({}, 257), ({"ar_step": 5, "causal_block_size": 5}, 97), ({"overlap_history": 17, "base_num_frames": 97}, 177),
+        ({}, 257), ({"ar_step": 5, "causal_block_size": 5}, 97), ({"overlap_history": 17}, 177),
         ({"overlap_history": 17, "base_num_frames": 97, "causal_block_size": 5, "addnoise_condition": 20}, 177),
     )  # fmt: skip
     assert [sample_problem(*case) for case in valid] == [None] * 4

@@ -1,4 +1,7 @@
-"""Complete runs of each kind of Wan and SkyReels-V2: it learns and resumes exactly, and rewards train it from first and last images."""
+"""Complete runs of each kind of Wan: it learns and resumes exactly, and rewards train it from first and last images.
+
+SkyReels-V2, which has Wan's design, also learns and resumes here.
+"""
 
 from __future__ import annotations
 

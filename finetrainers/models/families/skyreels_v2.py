@@ -19,7 +19,7 @@ NEGATIVE_PROMPT = (
     "poorly drawn faces, deformed, disfigured, misshapen limbs, fused fingers, still picture, messy background, three "
     "legs, many people in the background, walking backwards"
 )
-#: Frames of one window of a diffusion-forcing sample, unless samples set them: those of the 540P checkpoints.
+#: Frames of a window of overlapping ones, unless samples set them: the pipeline's default, for 540P.
 BASE_FRAMES = 97
 _TEMPORAL = 4
 
@@ -63,8 +63,9 @@ def read(configs: Configs) -> Facts:
 
 def sample_problem(arguments: Mapping[str, int], frames: int) -> str | None:
     """Return why a diffusion-forcing sample of `frames` frames cannot have these arguments, or None if it can."""
-    block, base = arguments.get("causal_block_size", 1), arguments.get("base_num_frames", max(BASE_FRAMES, frames))
-    overlap, noise = arguments.get("overlap_history"), arguments.get("addnoise_condition", 0)
+    block, overlap = arguments.get("causal_block_size", 1), arguments.get("overlap_history")
+    base = arguments.get("base_num_frames", frames if overlap is None else BASE_FRAMES)
+    noise = arguments.get("addnoise_condition", 0)
     if block < 1:
         return f"causal_block_size must be at least 1, got {block}"
     if noise > 60:
