@@ -119,7 +119,8 @@ class LTX2Spec(ModelSpec):
         "transformer": LTX2VideoTransformer3DModel,
     }
     attention_processor = LTX2AttnProcessor
-    token_plan = SequenceParallelPlan(inputs={"hidden_states": 1, "timestep": 1}, outputs={"rope": 1})
+    token_plan = SequenceParallelPlan(inputs={"hidden_states": 1, "timestep": 1}, outputs={"rope": -2})
+    unused_layers = ("audio_attn1", "audio_attn2", "audio_ff", "audio_to_video_attn", "video_to_audio_attn")
     texts_at_once = 1
     text_version = "prompt before learned tokens"  # diffusers had them interleaved until June 2026
     text_calls: ClassVar = {"text_encoder": (_TEXT_TOKENS, True)}
@@ -141,7 +142,8 @@ class LTX2Spec(ModelSpec):
         "modality_scale": 1.0, "audio_modality_scale": 1.0, "audio_guidance_scale": None,
     }  # fmt: skip
     streams: ClassVar = {
-        "audio|av_cross_attn|a2v": "none",  # `Facts.unused`
+        "audio_attn|audio_ff|audio_to_video|video_to_audio": "none",  # `unused_layers`
+        "audio|av_cross_attn|a2v": "clip",  # one token of sound
         "time_embed": "time",
         "prompt_adaln": "clip",
         r"caption_projection|attn2\.to_[kv]": "prompt",
