@@ -29,7 +29,7 @@ from . import common, given_frames
 from .batch import Batch, ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta
 from .common import input_dtype
 from .compiling import unwrap
-from .flops import AttentionSpec, Tokens
+from .flops import AttentionSpec, Stream, Tokens
 from .pixels import FIRST_FRAME, MOMENTS, to_pil, to_unit_range
 from .spec import ModelSpec
 from .split.attention import AttentionFn
@@ -145,8 +145,8 @@ class WanSpec(ModelSpec):
     token_plan = SequenceParallelPlan(
         inputs={"timestep": 1}, outputs={"rope": 1}, entries={"blocks.0": 1}, unsplit=("patch_embedding",)
     )
-    unquantized = ("^patch_embedding", "^condition_embedder", "norm", "^proj_out$")
-    streams: ClassVar = {
+    unquantized: tuple[str, ...] = ("^patch_embedding", "^condition_embedder", "norm", "^proj_out$")
+    streams: ClassVar[Mapping[str, Stream]] = {
         "condition_embedder.(time_embedder|time_proj)": "time",
         r"condition_embedder.image_embedder|add_[kv]_proj": "image",
         r"condition_embedder.text_embedder|attn2\.to_[kv]": "prompt",
