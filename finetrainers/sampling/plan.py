@@ -165,9 +165,7 @@ class SamplePlan:
         if None not in digests:  # then their paths do not matter
             names = [name for name in names if not name.endswith(("_id", "_or_path", "other_expert"))]
         scale = validation.validation_guidance_scale_2
-        optional: dict[str, Any] = (
-            {} if scale is None else {"guidance_scale_2": scale}
-        )  # keeps keys of other samples
+        optional: dict[str, Any] = {} if scale is None else {"guidance_scale_2": scale}  # keeps keys of other samples
         if validation.validation_pipeline_arguments:
             optional["pipeline_arguments"] = dict(sorted(validation.validation_pipeline_arguments))
         return {
