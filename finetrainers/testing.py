@@ -92,7 +92,7 @@ class _Checkpoint:
         self.images = [Image.fromarray(image) for image in pixels]
 
     def compare(self, *, with_image: bool) -> list[str]:
-        """Compare texts, calls, decoding and a sample, and return their names."""
+        """Compare prompt embeddings, calls, decoding and a sample, and return their names."""
         suffix = " from an image" if with_image else ""
         conditions = self._conditions(_PROMPTS, with_image=with_image)
         single = [self._conditions([prompt], with_image=with_image) for prompt in _PROMPTS]
@@ -100,21 +100,46 @@ class _Checkpoint:
             self._check(f"{name} of a batch{suffix}", tensor, torch.cat([row[name] for row in single]))
         calls, frames = self._run_pipeline(with_image=with_image)
         x, meta, trained = self._noisy_input(calls.noises[0], with_image=with_image)
-        times = self._process_times(calls.times, with_image=with_image)
-        for step, time in enumerate(times):
-            prediction = self._compare_call(f"step {step}{suffix}", calls, step, (x, meta, single[0], trained, time))
-            if step == 0 and self.spec.facts.is_flow and trained is None:
-                # Every solver begins with a straight line. Pipelines that pack latents order them otherwise.
-                straight = x + (times[1] - time) * prediction
-                ordered = [tensor.float().flatten().sort().values for tensor in (straight, calls.stepped[0])]
-                self._check(f"sample after step 0{suffix}", *ordered, tolerance=_FLOORED)
+        if self.spec.sampling_times is None:
+            self._compare_trajectories(suffix, calls, (x, meta, single[0], trained))
+            latents = calls.stepped[-1]
+        else:
+            self._compare_steps(suffix, calls, (x, meta, single[0], trained), with_image=with_image)
+            latents = x[:, :, -self.spec.facts.geometry.latent_shape(*self.size)[0] :]
         vae = self.encoders["vae"]
-        latents = x[:, :, -self.spec.facts.geometry.latent_shape(*self.size)[0] :]
         decoded = self.spec.decode(vae, latents, self.spec.vae_stats(vae))
         self._check(f"decoded video{suffix}", decoded[0].transpose(0, 1), frames)
         own, stock = self._samples(with_image=with_image)
         self._check(f"sample{suffix}", own, stock)
         return [f"{name}{suffix}" for name in ("text", "calls", "decoded video", "sample")]
+
+    def _compare_steps(self, suffix: str, calls: _Calls, inputs: tuple[Any, ...], *, with_image: bool) -> None:
+        """Compare the calls at noise that does not change, and the first step of a flow-matching model."""
+        x, meta, conditions, trained = inputs
+        times = self._process_times(calls.times, with_image=with_image)
+        for step, time in enumerate(times):
+            prediction = self._compare_call(f"step {step}{suffix}", calls, step, (x, meta, conditions, trained, time))
+            if step == 0 and self.spec.facts.is_flow and trained is None:
+                # Every solver begins with a straight line. Pipelines that pack latents order them otherwise.
+                straight = x + (times[1] - time) * prediction
+                ordered = [tensor.float().flatten().sort().values for tensor in (straight, calls.stepped[0])]
+                self._check(f"sample after step 0{suffix}", *ordered, tolerance=_FLOORED)
+
+    def _compare_trajectories(self, suffix: str, calls: _Calls, inputs: tuple[Any, ...]) -> None:
+        """Compare calls with a time for each latent frame, and the given frames and the first step between them."""
+        first, meta, conditions, trained = inputs
+        timesteps = self.pipelines[False].scheduler.config.num_train_timesteps
+        levels = [call["timestep"] / timesteps for call in calls.arguments]
+        for step, (call, t) in enumerate(zip(calls.arguments, levels, strict=True)):
+            x = call["hidden_states"]
+            if trained is not None:
+                given = torch.where(trained[:, None, :, None, None] > 0, x, first)
+                self._check(f"given frames of step {step}{suffix}", given, x)
+            prediction = self._compare_call(f"step {step}{suffix}", calls, step, (x, meta, conditions, None, t))
+            if step == 0:
+                straight = x + (levels[1] - t)[:, None, :, None, None] * prediction
+                following = calls.arguments[1]["hidden_states"]
+                self._check(f"sample after step 0{suffix}", straight, following, tolerance=_FLOORED)
 
     def _process_times(self, timesteps: Sequence[float], *, with_image: bool) -> list[float]:
         """Return process times of the scheduler's timesteps, after comparing them with `ModelSpec.sampling_times`."""
@@ -171,6 +196,10 @@ class _Checkpoint:
             calls.stepped.append(outputs[0])
             return (arguments["sample"], *outputs[1:])
 
+        def keep_latents(_: Any, step: int, t: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            calls.stepped.append(tensors["latents"])
+            return {}
+
         def draw(*args: Any, **kwargs: Any) -> Tensor:
             calls.noises.append(randn_tensor(*args, **kwargs))
             return calls.noises[-1]
@@ -189,6 +218,8 @@ class _Checkpoint:
             arguments |= {name: 0 for name in ("image_crf",) if with_image and name in accepted}
             if "true_cfg_scale" in accepted:
                 arguments["true_cfg_scale"] = 1.0  # one call for each step
+            if self.spec.sampling_times is None:
+                arguments["callback_on_step_end"] = keep_latents
             return calls, pipeline(**arguments, output_type="pt").frames[0]
 
     def _noisy_input(self, noise: Tensor, *, with_image: bool) -> tuple[Tensor, VideoMeta, Tensor | None]:
@@ -214,7 +245,7 @@ class _Checkpoint:
         x, meta, conditions, trained, time = inputs
         own = _Calls()
         network = self.spec.network_at(time, self.network) if self.spec.facts.boundary is not None else self.network
-        t = torch.tensor([time]) if self.spec.facts.is_flow else torch.tensor([int(time)])
+        t = time if isinstance(time, Tensor) else torch.tensor([time if self.spec.facts.is_flow else int(time)])
         with _recorded([network], own):
             prediction = self.spec.predict(network, x, t if trained is None else t[:, None] * trained, conditions, meta)
         expected = calls.arguments[step]
@@ -254,6 +285,7 @@ class _Checkpoint:
 
     def _check(self, name: str, own: Any, expected: Any, *, tolerance: float | None = None) -> None:
         """Compare two tensors; one may have a value for each row, and the other a value for each element of a row."""
+        own, expected = (torch.tensor(value) if isinstance(value, list) else value for value in (own, expected))
         if not (isinstance(own, Tensor) and isinstance(expected, Tensor)):
             raise AssertionError(f"{name}: {_describe(own)} here, {_describe(expected)} in the pipeline")
         own, expected = own.float(), expected.float()

@@ -93,6 +93,10 @@ NETWORKS = {
         "wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers", 14_288_491_584, (49, 480, 832), {"prompt_embeds": (512, 4096)},
         {"version": "t2v"},
     ),
+    "SkyReels-V2-DF-1.3B": Network(
+        "skyreels_v2", "Skywork/SkyReels-V2-DF-1.3B-540P-Diffusers", 1_435_525_696, (49, 544, 960),
+        {"prompt_embeds": (512, 4096)}, {"version": "df"}, has_frame_times=True,
+    ),
 }  # fmt: skip
 
 

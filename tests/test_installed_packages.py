@@ -56,7 +56,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         files = {text.partition("\n")[0].removeprefix("# "): text for text in blocks(HOW_TO / f"{page}.md")}
         project = tomllib.loads(files["pyproject.toml"])
         modules = project["tool"]["setuptools"]["py-modules"]
-        for module in [*modules, *(["test_skyreels_v2"] if "skyreels_v2" in modules else [])]:
+        for module in [*modules, *(["test_skyreels_t2v"] if "skyreels_t2v" in modules else [])]:
             (site / f"{module}.py").write_text(files[f"{module}.py"])
         install(site, project["project"]["name"], project["project"]["entry-points"])
     page = blocks(ROOT / "docs" / "reference" / "rewards.md")
@@ -94,7 +94,7 @@ def test_calls_of_the_pages_family_equal_its_pipelines(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(site))
-    import_module("test_skyreels_v2").test_calls_videos_and_samples_equal_the_pipelines(tmp_path)
+    import_module("test_skyreels_t2v").test_calls_videos_and_samples_equal_the_pipelines(tmp_path)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def separate_registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 COMMANDS = """
 models
-tiny skyreels_v2 tiny
+tiny skyreels_t2v tiny
 check --config run.toml --output_dir other
 estimate --config run.toml --output_dir other --gpu 24GB
 train --config run.toml --dry_run --output_dir other
@@ -153,7 +153,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_mp4(work / "clips" / f"{index}.mp4", pixels, fps=24)
         (work / "clips" / f"{index}.txt").write_text(f"a red ball {index}")
     (work / "run.toml").write_text(
-        'pretrained_model_name_or_path = "tiny"\ndata_root = "clips"\nvideo_resolution_buckets = ["5x32x32"]\n'
+        'pretrained_model_name_or_path = "tiny"\nmodel_name = "skyreels_t2v"\ndata_root = "clips"\n'
+        'video_resolution_buckets = ["5x32x32"]\n'
         'method = "anchored"\ntrain_steps = 1\ncheckpointing_steps = 1\nrank = 4\nlora_alpha = 4\nlr = 1e-2\n'
         'output_dir = "run"\nvalidation_prompts = "a red ball"\nvalidation_inference_steps = 1\n'
         'validation_steps = 2\neval_reward = ["redness"]\neval_steps = 2\neval_num_items = 1\n'
@@ -171,9 +172,9 @@ def test_every_command_works_with_a_family_a_method_and_a_reward_of_packages(
     assert [code for code, _ in done.values()] == CODES, "\n".join(f"{k}\n{v[1][-900:]}" for k, v in done.items())
     output = {line: text for line, (_, text) in done.items()}
     planned = output["estimate --config run.toml --output_dir other --gpu 24GB"]
-    assert re.search(r"activations.*VAE.*skyreels_v2", planned)
+    assert re.search(r"activations.*VAE.*skyreels_t2v", planned)
     assert re.findall(r"^  (model family|method|reward) +(\w+)", output["models"], re.M) == [
-        ("model family", "skyreels_v2"), ("method", "anchored"), ("reward", "redness"),
+        ("model family", "skyreels_t2v"), ("method", "anchored"), ("reward", "redness"),
     ]  # fmt: skip
     changed = "train --config run.toml --train_steps 3 --resume_from_checkpoint latest --anchored.strength 0.6"
     assert "anchored.strength" in output[changed]
@@ -190,7 +191,7 @@ def test_every_command_works_with_a_family_a_method_and_a_reward_of_packages(
 
 @pytest.mark.rotating
 def test_processes_of_a_launcher_find_them(site: Path, work: Path, python: Python, tmp_path: Path) -> None:
-    assert python("-c", MAIN, "tiny skyreels_v2 shared", cwd=work, PYTHONPATH=f"{site}:{ROOT}").wait() == 0
+    assert python("-c", MAIN, "tiny skyreels_t2v shared", cwd=work, PYTHONPATH=f"{site}:{ROOT}").wait() == 0
     command = (str(ROOT / "train.py"), "--config", "run.toml", "--output_dir", str(tmp_path / "run"))
     ranks = python.ranks(
         2, *command, "--pretrained_model_name_or_path", "shared", cwd=work, PYTHONPATH=f"{site}:{ROOT}"

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from .base import Section
 from .errors import Problem, value_kind, value_message
 from .root import fields
-from .values import VideoBucket
+from .values import PipelineArgument, VideoBucket
 
 S = TypeVar("S", bound=Section)
 #: Options of a run's validation, and the options here that mean the same.
@@ -26,6 +26,7 @@ VALIDATION_NAMES = {
     "validation_guidance_scale_2": "guidance_scale_2",
     "validation_negative_prompt": "negative_prompt",
     "validation_frame_rate": "frame_rate",
+    "validation_pipeline_arguments": "pipeline_arguments",
 }
 #: Options of a run outside the section `model` that samples depend on.
 _RUN_OPTIONS = (
@@ -74,6 +75,9 @@ class SampleSection(Section):
         None, ge=0, le=1000, description="guidance scale of the low-noise expert, where there are two [likewise]"
     )
     frame_rate: float | None = Field(None, gt=0, le=1000, description="frames per second [the run's, or the model's]")
+    pipeline_arguments: list[PipelineArgument] = Field(
+        [], description="further arguments of the pipeline's call, NAME=NUMBER [the run's]"
+    )
     no_ema: bool = Field(False, description="sample a checkpoint's raw weights instead of its EMA")
     output_dir: Path | None = Field(
         None, description="directory of the samples; existing ones are continued [samples/sample in the run directory]"

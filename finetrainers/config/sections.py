@@ -32,6 +32,7 @@ from .values import (
     MediaColumn,
     NumberOrAuto,
     PartChoice,
+    PipelineArgument,
     Place,
     Resolution,
     Seconds,
@@ -246,8 +247,7 @@ class DataSection(Section):
         "are not used. The default is 27 minutes of 1080p at 30 fps.", resume="free", scope="dataset", ge=1)
     probe_dir: Path | None = option(None, "Directory that stores facts about media files, so that each is opened "
         "once. The default is the user's cache.", resume="free", place="folder")
-    eval_num_items: int = option(0, "Number of items held out of training for the evaluation loss.", resume="free",
-        ge=0)
+    eval_num_items: int = option(0, "Items held out of training for the evaluation loss.", resume="free", ge=0)
 
     _dataset_buckets: dict[str, list[tuple[int, int, int]]] = PrivateAttr(default_factory=dict)
 
@@ -510,8 +510,7 @@ class ValidationSection(Section):
         "any conditioning frame (`--list_models`).", resume="free")
     validation_video_prefixes: str | None = option(None, "Local video that each sample continues, likewise: its last "
         "frames, up to those of the model's first latents, or those of FILE:FRAMES.", resume="free")
-    validation_separator: str = option(":::", "Separator of validation prompts, images and videos.", resume="free",
-        min_length=1)
+    validation_separator: str = option(":::", "Separator of prompts, images and videos.", resume="free", min_length=1)
     num_validation_videos: int = option(1, "Videos sampled per prompt.", resume="free", ge=1, le=1000)
     validation_epochs: int | None = option(None, "Sample every N epochs.", resume="free", ge=1)
     validation_steps: int | None = option(None, "Sample every N optimizer steps.", resume="free", ge=1)
@@ -526,6 +525,8 @@ class ValidationSection(Section):
         "`validation_guidance_scale` if that is set, else the model's.", resume="free", ge=0, le=1000)
     validation_negative_prompt: str | None = option(None, "Negative prompt of samples, for classifier-free guidance. "
         "The default is the model's, else an empty one.", resume="free")
+    validation_pipeline_arguments: list[PipelineArgument] = option([], "Further arguments of the pipeline's call for "
+        "samples, `NAME=NUMBER`, such as `ar_step=5`, where the model has any.", resume="free")
     enable_model_cpu_offload: bool | None = option(None, "Sample with the model's components in host memory, each on "
         "the GPU only while in use (CUDA). By default, only if sampling is estimated not to fit the GPU otherwise.",
         resume="free")
@@ -558,8 +559,7 @@ class RunSection(Section):
 
     output_dir: Path = option(Path("finetrainers-training"), "Run directory, which holds everything that the run "
         "writes.", resume="unlisted", local=True, place="folder")
-    logging_dir: str = option("logs", "Directory of the tracker's files, below `output_dir`.", resume="unlisted",
-        local=True)
+    logging_dir: str = option("logs", "Tracker's directory in `output_dir`.", resume="unlisted", local=True)
     report_to: list[TrackerName] = option([], "Experiment trackers, one or several, or `none`. Metrics are always "
         "written to metrics.jsonl in `output_dir`.", resume="unlisted")
     tracker_name: str = option("finetrainers", "Project name at the tracker.", resume="unlisted")

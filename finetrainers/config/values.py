@@ -131,6 +131,20 @@ def parse_media_column(value: Any) -> Any:
     return value
 
 
+def parse_pipeline_argument(value: Any) -> Any:
+    """Return `"ar_step=5"` as the name of an argument and its value; pairs pass through.
+
+    Raises:
+        ValueError: the text is not a name, `=` and a whole number.
+    """
+    if isinstance(value, str):
+        name, _, number = (part.strip() for part in value.partition("="))
+        if not name.isidentifier() or not re.fullmatch(r"\d{1,6}", number):
+            raise ValueError(f"expected NAME=NUMBER, for example ar_step=5, got {shortened(quoted(value))}")
+        return name, int(number)
+    return value
+
+
 def parse_numbers(value: Any) -> Any:
     """Return the number strings of `"0:0.5"`, alone or as the only item of a list; other lists pass through."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
@@ -279,6 +293,13 @@ MediaColumn = Annotated[
     BeforeValidator(parse_media_column),
     PlainSerializer("=".join, return_type=str),
     WithJsonSchema({"type": "string", "pattern": "^.+=.+$"}),
+]
+#: An argument of a pipeline's call for samples, a whole number.
+PipelineArgument = Annotated[
+    tuple[str, int],
+    BeforeValidator(parse_pipeline_argument),
+    PlainSerializer(lambda pair: f"{pair[0]}={pair[1]}", return_type=str),
+    WithJsonSchema({"type": "string", "pattern": r"^\w+ *= *\d+$"}),
 ]
 BucketSize = Annotated[
     tuple[VideoBucket, Annotated[int, Field(ge=1)]],

@@ -55,7 +55,7 @@ for _family in OWN_FAMILIES:
 
 #: Unsupported families that users may ask for, in plain letters; some names are like those of supported ones.
 _UNSUPPORTED = re.compile(
-    r"wan|ltx(v|video)?25|hunyuanimage|hunyuandit|skyreels|cosmos|framepack|opensora|allegro"
+    r"wan|ltx(v|video)?25|hunyuanimage|hunyuandit|skyreelsv3|cosmos|framepack|opensora|allegro"
     r"|kandinsky|flux|sdxl|sd3|sd15|stable|qwen|zimage|pixart|sana|lumina|chroma|stepvideo|magi|easyanimate"
     r"|animatediff|svd|krea"
 )

@@ -29,7 +29,7 @@ from . import common, given_frames
 from .batch import Batch, ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta
 from .common import input_dtype
 from .compiling import unwrap
-from .flops import AttentionSpec, Tokens
+from .flops import AttentionSpec, Stream, Tokens
 from .pixels import FIRST_FRAME, MOMENTS, to_pil, to_unit_range
 from .spec import ModelSpec
 from .split.attention import AttentionFn
@@ -145,8 +145,8 @@ class WanSpec(ModelSpec):
     token_plan = SequenceParallelPlan(
         inputs={"timestep": 1}, outputs={"rope": 1}, entries={"blocks.0": 1}, unsplit=("patch_embedding",)
     )
-    unquantized = ("^patch_embedding", "^condition_embedder", "norm", "^proj_out$")
-    streams: ClassVar = {
+    unquantized: tuple[str, ...] = ("^patch_embedding", "^condition_embedder", "norm", "^proj_out$")
+    streams: ClassVar[Mapping[str, Stream]] = {
         "condition_embedder.(time_embedder|time_proj)": "time",
         r"condition_embedder.image_embedder|add_[kv]_proj": "image",
         r"condition_embedder.text_embedder|attn2\.to_[kv]": "prompt",
@@ -350,23 +350,30 @@ class WanSpec(ModelSpec):
             shape = (len(x), channels, *x.shape[2:])
             x = torch.cat([x, x.new_zeros(shape) if first_frame is None else first_frame.to(dtype)], dim=1)
         elif first_frame is not None:
-            raise InputError("this is a text-to-video checkpoint of wan: it takes no first frame", "unsupported")
+            raise InputError(
+                f"this is a text-to-video checkpoint of {self.name}: it takes no first frame", "unsupported"
+            )
         states = meta.extra.get(IMAGE_STATES)
         if self.facts.sees_image:
             states = self._states_or_zeros(network, x, states)
         prediction: Tensor = transformer(
             hidden_states=x,
-            timestep=_TIMESTEPS * self._times_of_tokens(t.float(), x),
+            timestep=_TIMESTEPS * self.network_times(t.float(), x),
             encoder_hidden_states=conditions["prompt_embeds"].to(dtype),
             encoder_hidden_states_image=states,
             return_dict=False,
+            **self.rate_arguments(network, meta),
         )[0]
         return prediction.float()
 
-    def _times_of_tokens(self, t: Tensor, x: Tensor) -> Tensor:
+    def network_times(self, t: Tensor, x: Tensor) -> Tensor:
         """Return a time per token, `[B, tokens]`, from one per latent frame, `[B, T]`; one per clip stays."""
         patch = self.facts.geometry.patch
         return t if t.ndim == 1 else t.repeat_interleave(x.shape[3] // patch * (x.shape[4] // patch), dim=1)
+
+    def rate_arguments(self, network: Any, meta: VideoMeta) -> dict[str, Any]:
+        """Return the network's arguments about the frame rate: Wan's has none."""
+        return {}
 
     def _states_or_zeros(self, network: Any, x: Tensor, states: Tensor | None) -> Tensor:
         """Return CLIP's states, one row per image, `[B * images, 257, D]`; zeros for clips that are given none."""
@@ -405,7 +412,7 @@ class WanSpec(ModelSpec):
         if not self.facts.last_frame:
             return call
         if request.last_image is None:
-            raise InputError("this checkpoint of wan needs a last image, too", "required")
+            raise InputError(f"this checkpoint of {self.name} needs a last image, too", "required")
         return {**call, "last_image": request.last_image}
 
     def sample(

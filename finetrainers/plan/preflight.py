@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.checks.findings import Findings
+from finetrainers.config.checks.frames import argument_problems
 from finetrainers.config.checks.kernels import kernel_problems
 from finetrainers.config.checks.options import check_config, check_shared_sizes, quantization_problems
 from finetrainers.config.errors import ConfigError, Problem
@@ -249,6 +250,7 @@ def _check_work(
         config = with_options(config, "validation", validation_frame_rate=rate)
     check_prompt_videos(config, facts, prompts, plan.size, findings)
     check_prompt_videos(config, facts, scored, plan.size, findings, option="eval_prompts")
+    check_pipeline_arguments(config, facts, [prompt.size or plan.size for prompt in (*prompts, *scored)], findings)
     sizes = _list_sizes(plan, [*prompts, *scored])
     check_shared_sizes(config, facts, sizes, findings, processes=launched_processes())
     if facts.first_frame != "unknown":
@@ -499,6 +501,15 @@ def attribute_to_option(problems: list[Problem], initial: InitialWeights | None)
     if initial is None or initial.kind != "full":
         return problems
     return [replace(p, where="--init_from") if p.where == "--transformer_id" else p for p in problems]
+
+
+def check_pipeline_arguments(
+    config: TrainConfig, facts: Facts, sizes: Sequence[tuple[int, int, int]], findings: Findings
+) -> None:
+    """Check the arguments of the pipeline's calls for samples of these sizes."""
+    arguments = config.validation.validation_pipeline_arguments
+    for message, kind in argument_problems(arguments, facts, [frames for frames, _, _ in sizes]):
+        findings.error("validation_pipeline_arguments", message, kind)
 
 
 def check_prompt_videos(

@@ -155,6 +155,7 @@ def sampling_arguments(config: TrainConfig, prompt: str) -> list[tuple[str, str]
     for name in ("guidance_scale", "guidance_scale_2"):
         if (scale := getattr(section, f"validation_{name}")) is not None:
             arguments.append((name, f"{scale:g}"))
+    arguments += [(name, str(value)) for name, value in section.validation_pipeline_arguments]
     if section.validation_negative_prompt:
         arguments.append(("negative_prompt", json.dumps(section.validation_negative_prompt, ensure_ascii=False)))
     seed = sample_seed(config.training.seed, prompt)

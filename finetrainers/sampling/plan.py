@@ -36,6 +36,7 @@ from finetrainers.plan.chosen import choose_defaults
 from finetrainers.plan.ownership import samples_problem
 from finetrainers.plan.preflight import (
     check_paths,
+    check_pipeline_arguments,
     check_prompt_videos,
     read_prompts,
     resolve_family,
@@ -164,11 +165,13 @@ class SamplePlan:
         if None not in digests:  # then their paths do not matter
             names = [name for name in names if not name.endswith(("_id", "_or_path", "other_expert"))]
         scale = validation.validation_guidance_scale_2
-        low = {} if scale is None else {"guidance_scale_2": scale}  # keeps the keys of other samples
+        optional: dict[str, Any] = {} if scale is None else {"guidance_scale_2": scale}  # keeps keys of other samples
+        if validation.validation_pipeline_arguments:
+            optional["pipeline_arguments"] = dict(sorted(validation.validation_pipeline_arguments))
         return {
             "model": digests, "options": {name: plain[name] for name in names},
             "num_inference_steps": validation.validation_inference_steps,
-            "guidance_scale": validation.validation_guidance_scale, **low, "frame_rate": self.frame_rate,
+            "guidance_scale": validation.validation_guidance_scale, **optional, "frame_rate": self.frame_rate,
             "negative_prompt": self.negative,
         }  # fmt: skip
 
@@ -322,6 +325,7 @@ def _prompts(
     values: dict[str, Any] = {
         "validation_inference_steps": options.num_inference_steps or section.validation_inference_steps,
         "validation_frame_rate": options.frame_rate or section.validation_frame_rate,
+        "validation_pipeline_arguments": options.pipeline_arguments or section.validation_pipeline_arguments,
         "validation_steps": None, "validation_epochs": None, "validation_at_start": None,
     }  # fmt: skip
     if options.guidance_scale is not None:
@@ -385,6 +389,7 @@ def _check(
     findings.errors += quantization_problems(config, device_type=device)
     if prompts and prompts[0].size is not None:
         check_prompt_videos(config, facts, prompts, prompts[0].size, findings)
+        check_pipeline_arguments(config, facts, [prompt.size for prompt in prompts if prompt.size], findings)
     if options.negative_prompt and (reason := unguided_reason(config, facts)) is not None:
         findings.error(
             "negative_prompt",

@@ -254,7 +254,7 @@ class _Drawing:
         extra = {"callback_on_step_end": count} if has_callback else {}
         return SamplingSettings(
             self.plan.frame_rate, validation.validation_inference_steps, validation.validation_guidance_scale,
-            validation.validation_guidance_scale_2, extra,
+            validation.validation_guidance_scale_2, {**extra, **dict(validation.validation_pipeline_arguments)},
         )  # fmt: skip
 
 

@@ -103,7 +103,7 @@ ELSEWHERE = {
     "finetrainers doctor": "tests/cli/test_doctor.py",
     "finetrainers models": "tests/test_installed_packages.py",
     "finetrainers train --config wan/": "tests/docs/test_examples.py",
-    "finetrainers tiny skyreels_v2": "tests/test_installed_packages.py",
+    "finetrainers tiny skyreels_t2v": "tests/test_installed_packages.py",
     "finetrainers train --pretrained_model_name_or_path tiny-skyreels": "tests/test_installed_packages.py",
     "finetrainers sample --num_inference_steps 2 runs/skyreels": "tests/test_installed_packages.py",
     "finetrainers export runs/skyreels": "tests/test_installed_packages.py",

@@ -100,7 +100,8 @@ def test_formula_agrees_with_the_counter(
         network.register_forward_pre_hook(note, with_kwargs=True)
         found[depth] = counted(spec, network, (spec.latent_channels(network), *latent), clips=2)
         [tokens] = calls
-        assert (tokens.clips, tokens.video, tokens.times) == (2, geometry.num_tokens(*published.bucket), 1)
+        times = 1 if spec.noise_per == "clip" else latent[0]
+        assert (tokens.clips, tokens.video, tokens.times) == (2, geometry.num_tokens(*published.bucket), times)
         found[depth] = (*found[depth], flops.of_forward(tokens), flops.of_backward(tokens))
     forward, backward, our_forward, our_backward = found[3]
     assert our_forward == forward

@@ -32,6 +32,7 @@ FROM_IMAGES = [
     ("hunyuan_video", "token_replace"),
     ("cogvideox", "i2v"),
     ("wan", "i2v"),
+    ("skyreels_v2", "i2v"),
 ]
 SIZE = (9, 64, 64)
 

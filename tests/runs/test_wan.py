@@ -1,4 +1,7 @@
-"""Complete runs of each kind of Wan: it learns and resumes exactly, and rewards train it from first and last images."""
+"""Complete runs of each kind of Wan: it learns and resumes exactly, and rewards train it from first and last images.
+
+SkyReels-V2, which has Wan's design, also learns and resumes here.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ from finetrainers.plan.preflight import preflight
 
 SIZE = (5, 32, 32)
 KINDS = [
-    ("t2v", None), ("i2v", None), ("flf2v", None), ("ti2v", None), ("a14b", "high"), ("a14b_i2v", "low"),
+    *(("wan", version, None) for version in ("t2v", "i2v", "flf2v", "ti2v")),
+    ("wan", "a14b", "high"), ("wan", "a14b_i2v", "low"),
+    *(("skyreels_v2", version, None) for version in ("t2v", "i2v", "df")),
 ]  # fmt: skip
 
 
@@ -47,13 +52,13 @@ def evaluate(state: Any, network: Any) -> float:
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize(("version", "expert"), KINDS)
+@pytest.mark.parametrize(("family", "version", "expert"), KINDS)
 def test_it_learns_a_clip_and_resumes_exactly(
-    version: str, expert: str | None, options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path
+    family: str, version: str, expert: str | None, options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path
 ) -> None:
     values = options(
-        "wan", version=version, expert=expert, training_type="full-finetune", train_steps=40, checkpointing_steps=36,
-        lr=1e-2, precompute_conditions=version != "ti2v", precompute_dir=str(tmp_path / "cache"),
+        family, version=version, expert=expert, training_type="full-finetune", train_steps=40, checkpointing_steps=36,
+        lr=1e-2, precompute_conditions=version not in ("ti2v", "df"), precompute_dir=str(tmp_path / "cache"),
         video_resolution_buckets=["5x64x64"], **in_fp32(version),
     )  # fmt: skip
     done = run(**values)

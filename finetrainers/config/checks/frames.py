@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from finetrainers.utils.failures import Kind
+from finetrainers.utils.text import nearest
 
 from ..errors import Problem
 from ..facts import Facts
@@ -112,6 +113,33 @@ def prompt_problems(prompts: Sequence[ValidationPrompt], facts: Facts, *, model:
     elif any(prompt.video_prefix and (prompt.image or prompt.video) for prompt in prompts):
         message = "a prompt cannot have both this and an image or video to begin with; remove one of them"
         yield "video_prefix", message, "conflict"
+
+
+def argument_problems(
+    arguments: Sequence[tuple[str, int]], facts: Facts, lengths: Iterable[int]
+) -> Iterator[tuple[str, Kind]]:
+    """Yield message and kind of each problem with arguments of the pipeline's call for samples.
+
+    Args:
+        arguments: names and values.
+        facts: of the model.
+        lengths: frames of the samples.
+    """
+    names, valid = [name for name, _ in arguments], facts.sample_arguments
+    if facts.first_frame == "unknown":
+        return
+    if arguments and not valid:
+        yield "this checkpoint has none; remove it", "unsupported"
+        return
+    for name in dict.fromkeys(names):
+        if name not in valid:
+            yield f"unknown argument {name!r}{nearest(name, valid)}", "unknown"
+        elif names.count(name) > 1:
+            yield f"{name} is set twice; set it once", "duplicate"
+    if set(names) <= {*valid} and facts.sample_problem is not None:
+        reasons = (facts.sample_problem(dict(arguments), frames) for frames in sorted(set(lengths)))
+        if reason := next(filter(None, reasons), None):
+            yield reason, "invalid"
 
 
 def length_problems(

@@ -28,8 +28,8 @@ NEGATIVE_PROMPT = (
 _SHAKY, _CUTS = "\u955c\u5934\u6643\u52a8\uff0c", "\u955c\u5934\u5207\u6362\uff0c"
 
 
-def read(configs: Configs) -> Facts:
-    """Read the facts about a Wan checkpoint: 2.1, 2.2 A14B with two experts, or 2.2 5B.
+def read(configs: Configs, *, family: str = "wan") -> Facts:
+    """Read the facts about a Wan checkpoint: 2.1, 2.2 A14B with two experts, or 2.2 5B; or about one of its design.
 
     Text-to-video transformers take the latents alone, image-to-video ones also a mask, with a channel for each frame of
     a latent frame, and the latents of the given frames. Those of 2.1 also read CLIP's states of the image; one with
@@ -46,8 +46,8 @@ def read(configs: Configs) -> Facts:
     temporal, patch = vae.get("scale_factor_temporal", 4), transformer.get("patch_size", (1, 2, 2))
     if inputs not in (latents, 2 * latents + temporal):
         raise InputError(
-            f"a wan transformer with {inputs} input channels for {latents} latent channels is not known; text-to-video "
-            f"checkpoints have {latents}, image-to-video ones {2 * latents + temporal}",
+            f"a {family} transformer with {inputs} input channels for {latents} latent channels is not known; "
+            f"text-to-video checkpoints have {latents}, image-to-video ones {2 * latents + temporal}",
             "unsupported",
         )
     has_times = index.get("expand_timesteps", latents == 48)

@@ -26,6 +26,10 @@ READERS: Mapping[str, Mapping[str, str]] = {
     "hunyuan_video": {"comfyui": "ComfyUI (models/loras)", "kohya": "musubi-tuner"},
     "hunyuan_video_15": {"comfyui": "ComfyUI (models/loras)", "kohya": "musubi-tuner"},
     "wan": {"comfyui": "ComfyUI (models/loras), and diffusers", "kohya": "musubi-tuner"},
+    "skyreels_v2": {
+        "comfyui": "ComfyUI (models/loras), for its network of Wan 2.1, and diffusers",
+        "kohya": "musubi-tuner, for its network of Wan 2.1 (14B)",
+    },
     "mochi": {
         "comfyui": "ComfyUI (models/loras)",
         "kohya": "ComfyUI; no trainer of kohya-ss has Mochi",
@@ -40,6 +44,7 @@ BLOCKS_ALONE: Mapping[tuple[str, str], str] = {
     ("hunyuan_video", "kohya"): "musubi-tuner",
     ("hunyuan_video_15", "kohya"): "musubi-tuner",
     ("wan", "kohya"): "musubi-tuner",
+    ("skyreels_v2", "kohya"): "musubi-tuner",
 }
 #: Name of a network in a file's metadata (`modelspec.architecture`), and the address of its authors' code.
 ARCHITECTURES: Mapping[str, tuple[str, str]] = {
@@ -48,6 +53,7 @@ ARCHITECTURES: Mapping[str, tuple[str, str]] = {
     "hunyuan_video": ("hunyuan-video", "https://github.com/Tencent/HunyuanVideo"),
     "hunyuan_video_15": ("hunyuan-video-1.5", "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5"),
     "wan": ("wan", "https://github.com/Wan-Video/Wan2.2"),
+    "skyreels_v2": ("skyreels-v2", "https://github.com/SkyworkAI/SkyReels-V2"),
     "mochi": ("mochi", "https://github.com/genmoai/mochi"),
     "cogvideox": ("cogvideox", "https://github.com/zai-org/CogVideo"),
 }

@@ -409,6 +409,15 @@ def _wan_transformer(names: list[str]) -> dict[str, Layout]:
     return {"Wan-AI's": build_layout(names, WAN_TRANSFORMER)}
 
 
+def _skyreels_transformer(names: list[str]) -> dict[str, Layout]:
+    """Return the layout of SkyReels-V2's network: Wan's, with the frame rate's projection."""
+    rates = [
+        Rule(r"fps_projection\.net\.0\.proj\.(.*)", r"fps_projection.0.\1"),
+        Rule(r"fps_projection\.net\.2\.(.*)", r"fps_projection.2.\1"),
+    ]
+    return {"Skywork's": build_layout(names, [*WAN_TRANSFORMER, *rates])}
+
+
 def _wan_vae(names: list[str]) -> dict[str, Layout]:
     """Return the layout of Wan's VAE: that of 2.1 has flat lists of blocks, that of 2.2 5B lists within a list."""
     number = r"(\d+)\."
@@ -458,6 +467,7 @@ ORIGINALS: dict[str, Original] = {
     "AutoencoderKLLTX2Video": Original("vae.", _ltx_vae),
     "WanTransformer3DModel": Original("model.diffusion_model.", _wan_transformer),
     "AutoencoderKLWan": Original("", _wan_vae),
+    "SkyReelsV2Transformer3DModel": Original("model.diffusion_model.", _skyreels_transformer),
     "MochiTransformer3DModel": Original("", original_mochi.transformer_layouts),
     "AutoencoderKLMochi": Original("", original_mochi.vae_layouts),
 }

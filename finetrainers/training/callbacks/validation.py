@@ -67,7 +67,7 @@ class Validation(Callback):
         assert section.validation_frame_rate is not None, "the model's own rate, unless another was set"
         self.settings = SamplingSettings(
             section.validation_frame_rate, section.validation_inference_steps, section.validation_guidance_scale,
-            section.validation_guidance_scale_2,
+            section.validation_guidance_scale_2, dict(section.validation_pipeline_arguments),
         )  # fmt: skip
 
     def on_start(self, state: TrainState) -> Record | None:

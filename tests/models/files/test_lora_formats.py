@@ -18,6 +18,7 @@ from diffusers import (
     LTX2VideoTransformer3DModel,
     LTXVideoTransformer3DModel,
     MochiTransformer3DModel,
+    SkyReelsV2Transformer3DModel,
     WanTransformer3DModel,
 )
 from diffusers.loaders.lora_conversion_utils import _convert_hunyuan_video_lora_to_diffusers
@@ -48,6 +49,10 @@ PUBLISHED = {
     "hunyuan_video_15": (HunyuanVideo15Transformer3DModel, {"num_layers": 1, "num_refiner_layers": 1}),
     "cogvideox": (CogVideoXTransformer3DModel, {"num_layers": 1, "ofs_embed_dim": 512}),
     "mochi": (MochiTransformer3DModel, {"num_layers": 2}),
+    "skyreels_v2": (
+        SkyReelsV2Transformer3DModel,
+        {"num_layers": 1, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 2048, "inject_sample_info": True},
+    ),
     "wan": (
         WanTransformer3DModel,
         {"num_layers": 1, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120, "pos_embed_seq_len": 514},
@@ -109,7 +114,7 @@ def write(directory: Path, lora: Lora, kind: str, spec: ModelSpec) -> Path:
 def test_every_format_computes_what_was_trained(family: str, spec_of: Callable[..., ModelSpec], tmp_path: Path) -> None:
     """Rank and alpha differ, also between layers: a network that reads a file predicts what the trained one does."""
     spec = spec_of(family)
-    other = "blocks.0.ffn.net.2" if family == "wan" else "transformer_blocks.0.ff.net.2"
+    other = "blocks.0.ffn.net.2" if spec.blocks == ("blocks",) else "transformer_blocks.0.ff.net.2"
     network = trained(spec, rank_pattern={f"^{other}": 2}, alpha_pattern={f"^{other}": 5})
     expected, lora = output(spec, network), lora_of(network)
     base = output(spec, spec.load_transformer(torch.float32))
