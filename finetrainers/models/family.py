@@ -144,6 +144,7 @@ class Family:
             yield Problem("--model_name" if part == trained else source_option(config, part), message, "mismatch")
         if trained in foreign:
             return
+        predicted = transformer.get("out_channels") or transformer.get("in_channels")
         # A transformer of another repository does not show the pipeline that it is made for.
         pipeline = None if config.transformer_id else configs.get(MODEL_INDEX, {}).get("_class_name")
         if self.pipelines and pipeline not in (None, *self.pipelines):
@@ -155,10 +156,9 @@ class Family:
             )
         else:
             try:
-                self._read_facts(configs)
+                predicted = self._read_facts(configs).channels or predicted
             except ValueError as error:
                 yield Problem.from_error(source_option(config, trained), error)
-        predicted = transformer.get("out_channels") or transformer.get("in_channels")
         encoded = vae.get("latent_channels") or vae.get("z_dim")
         if predicted is not None and encoded is not None and predicted != encoded:
             message = (
