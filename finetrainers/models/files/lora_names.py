@@ -26,6 +26,7 @@ READERS: Mapping[str, Mapping[str, str]] = {
     "hunyuan_video": {"comfyui": "ComfyUI (models/loras)", "kohya": "musubi-tuner"},
     "hunyuan_video_15": {"comfyui": "ComfyUI (models/loras)", "kohya": "musubi-tuner"},
     "wan": {"comfyui": "ComfyUI (models/loras), and diffusers", "kohya": "musubi-tuner"},
+    "kandinsky5": {"comfyui": "ComfyUI (models/loras)", "kohya": "musubi-tuner, and ComfyUI"},
     "mochi": {
         "comfyui": "ComfyUI (models/loras)",
         "kohya": "ComfyUI; no trainer of kohya-ss has Mochi",
@@ -39,6 +40,7 @@ READERS: Mapping[str, Mapping[str, str]] = {
 BLOCKS_ALONE: Mapping[tuple[str, str], str] = {
     ("hunyuan_video", "kohya"): "musubi-tuner",
     ("hunyuan_video_15", "kohya"): "musubi-tuner",
+    ("kandinsky5", "kohya"): "musubi-tuner",
     ("wan", "kohya"): "musubi-tuner",
 }
 #: Name of a network in a file's metadata (`modelspec.architecture`), and the address of its authors' code.
@@ -48,6 +50,7 @@ ARCHITECTURES: Mapping[str, tuple[str, str]] = {
     "hunyuan_video": ("hunyuan-video", "https://github.com/Tencent/HunyuanVideo"),
     "hunyuan_video_15": ("hunyuan-video-1.5", "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5"),
     "wan": ("wan", "https://github.com/Wan-Video/Wan2.2"),
+    "kandinsky5": ("kandinsky-5", "https://github.com/kandinskylab/kandinsky-5"),
     "mochi": ("mochi", "https://github.com/genmoai/mochi"),
     "cogvideox": ("cogvideox", "https://github.com/zai-org/CogVideo"),
 }
