@@ -254,8 +254,8 @@ class Kandinsky5Spec(ModelSpec):
 
     @property
     def encodes_first_frame(self) -> bool:
-        """True if clips start from an image, whose latents depend on all frames where they are encoded together."""
-        return self.facts.first_frame == "tokens"
+        """True if clips start from an image: encoded together, latents of a clip depend on all of its frames."""
+        return self.facts.first_frame != "none"
 
     @property
     def head_width(self) -> int:
