@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from every_family import FAMILIES
 
 Row = tuple[Callable[..., Any], str]
 
@@ -64,6 +65,8 @@ def stages(folder: Path, text: str) -> str:
     return str(read_stages(folder / "stages.toml", RawOptions())[0].problems[0])
 
 
+#: As messages list the families.
+SUPPORTED = ", ".join(sorted(FAMILIES))
 ONE = "1 problem with this configuration:\n  - "
 
 
@@ -549,18 +552,19 @@ def checkpointing() -> Any:
 MODELS: list[Row] = [
     (
         lambda: family(model_name="ltx"),
-        "1 problem with this configuration:\n  - --model_name: unknown model family 'ltx'; did you mean 'ltx_video'?",
+        "1 problem with this configuration:\n  - --model_name: unknown model family 'ltx'; did you mean "
+        "'ltx_video' or 'ltx2'?",
     ),
     (
         lambda: family(model_name="allegro"),
         "1 problem with this configuration:\n"
-        "  - --model_name: model family 'allegro' is not supported; supported: cogvideox, hunyuan_video, "
-        "ltx_video, mochi, wan",
+        "  - --model_name: model family 'allegro' is not supported; supported: "
+        f"{SUPPORTED}",
     ),
     (
         lambda directory: family(model_name="auto", pretrained_model_name_or_path=str(directory)),
         "1 problem with this configuration:\n  - --model_name: is required: it cannot be detected from a config of "
-        "DIR on this disk; supported: cogvideox, hunyuan_video, ltx_video, mochi, wan",
+        f"DIR on this disk; supported: {SUPPORTED}",
     ),
     (
         lambda directory: part(directory, "vae", file="transformer/config.json"),
@@ -1007,7 +1011,7 @@ PLAN: list[Row] = [
     (
         lambda d: plan_demo_run(d, model_name="auto", pretrained_model_name_or_path="a/b"),
         "1 problem with this configuration:\n  - --model_name: is required: it cannot be detected from a config of "
-        "a/b on this disk; supported: cogvideox, hunyuan_video, ltx_video, mochi, wan",
+        f"a/b on this disk; supported: {SUPPORTED}",
     ),
     (
         lambda d: plan_demo_run(d, method="stf"),

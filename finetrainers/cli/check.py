@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from finetrainers.config.arguments import ArgumentParser, path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils import exit_codes
-from finetrainers.utils.files import write_json_lines_atomic, write_text_atomic
+from finetrainers.utils.files import folder_problem, write_json_lines_atomic, write_text_atomic
 from finetrainers.utils.launch import print_error
 from finetrainers.utils.progress import Stages
 from finetrainers.utils.text import plural, printable
@@ -120,11 +119,10 @@ def _path_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
         if file is None:
             continue
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
             if file.is_dir():
                 yield Problem(option, f"{file} is a directory; give a file in it")
-            elif not os.access(file.parent, os.W_OK):
-                yield Problem(option, f"nothing can be written to {file.parent}", "unavailable")
+            elif (problem := folder_problem(file.parent)) is not None:
+                yield Problem(option, problem)
             elif (other := json_problem(file, "items") if option == "--json" else page_problem(file)) is not None:
                 yield Problem(option, other, "occupied")
         except OSError as error:

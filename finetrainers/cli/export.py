@@ -69,7 +69,7 @@ def add_export(commands: Any) -> None:
 
 def _check(arguments: argparse.Namespace) -> list[Problem]:
     """Return the problems that headers show, and set the source, the formats and their directory."""
-    from finetrainers.results.export_formats import find_source, source_problems
+    from finetrainers.results.export_formats import find_source, source_problems, unwritten_formats
 
     arguments.format = list(dict.fromkeys(arguments.format or ()))
     problems = []
@@ -83,27 +83,40 @@ def _check(arguments: argparse.Namespace) -> list[Problem]:
             "requires --format diffusers or merged, with networks in diffusers layout; the other formats are one file"
         )
         problems.append(Problem("--one_file", message, "unsupported"))
-    if (place := arguments.output_dir) is not None and (problem := folder_problem(place)) is not None:
-        problems.append(Problem("--output_dir", problem))
     names = ("pretrained_model_name_or_path", "model_name", "expert", "other_expert")
     model_options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    source, place = None, arguments.output_dir
     try:
         source = find_source(arguments.source, options=model_options, use_ema=arguments.use_ema)
+        place = place or source.folder
     except ConfigError as error:
-        return [*problems, *error.problems]
-    arguments.source, arguments.output_dir = source, arguments.output_dir or source.folder
-    problems += source_problems(source, arguments.format, arguments.output_dir, overwrite=arguments.overwrite)
+        problems += error.problems
+    if place is not None and (problem := folder_problem(place)) is not None:
+        problems.append(Problem("--output_dir", problem))
+    if source is None:
+        return problems
+    arguments.source, arguments.output_dir = source, place
+    if not arguments.overwrite:
+        formats = unwritten_formats(source, arguments.format, place, **_settings(arguments))
+        if done := [name for name in arguments.format if name not in formats]:
+            print(f"exported before: {', '.join(str(place / name) for name in done)}")
+        arguments.format = formats
+    problems += source_problems(source, arguments.format, place, overwrite=arguments.overwrite)
     return problems
 
 
 def _export(arguments: argparse.Namespace) -> int:
     from finetrainers.results.export_formats import export_formats, print_exported
 
-    source, scale = arguments.source, 1.0 if arguments.lora_scale is None else arguments.lora_scale
+    source = arguments.source
     exports = export_formats(
-        source, arguments.format, arguments.output_dir, dtype=arguments.dtype, lora_scale=scale,
-        one_file=arguments.one_file, overwrite=arguments.overwrite,
-    )  # fmt: skip
+        source, arguments.format, arguments.output_dir, overwrite=arguments.overwrite, **_settings(arguments)
+    )
     for export in exports:
         print_exported(export, source, say=print)
     return exit_codes.DONE
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    scale = 1.0 if arguments.lora_scale is None else arguments.lora_scale
+    return {"dtype": arguments.dtype, "lora_scale": scale, "one_file": arguments.one_file}

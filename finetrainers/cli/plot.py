@@ -10,6 +10,7 @@ from typing import Any
 
 from finetrainers.config.arguments import path_argument
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.utils.files import folder_problem
 
 from .overview import described
 
@@ -26,9 +27,12 @@ def add_plot(commands: Any) -> None:
     plot.set_defaults(run=_plot, check=_check)
 
 
-def _check(_: argparse.Namespace) -> Iterator[Problem]:
+def _check(arguments: argparse.Namespace) -> Iterator[Problem]:
     if find_spec("matplotlib") is None:
         yield Problem("matplotlib", "is not installed; pip install matplotlib", "not_installed")
+    for directory in arguments.directory:
+        if directory.is_dir() and (problem := folder_problem(directory)) is not None:
+            yield Problem("RUN", problem, "unavailable")
 
 
 def _plot_rollouts(directory: Path) -> Path | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from finetrainers.config.arguments import path_argument
 from finetrainers.config.errors import Problem
 from finetrainers.utils import exit_codes
-from finetrainers.utils.files import write_text_atomic
+from finetrainers.utils.files import folder_problem, write_text_atomic
 from finetrainers.utils.text import file_size
 
 from .overview import described
@@ -112,9 +111,8 @@ def _output_problems(output: Path, *, is_given: bool) -> list[Problem]:
     if output.suffix.lower() not in (".html", ".htm"):
         message = f"{output} is not the name of an HTML page; use a name that ends in .html, or an existing directory"
         return [Problem("--output", message)]
-    folder = next((parent for parent in output.absolute().parents if parent.exists()), output.absolute().parent)
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    if (problem := folder_problem(output.absolute().parent)) is not None:
         remedy = "" if is_given else "; set another file with --output"
-        return [Problem("--output", f"cannot write to {folder}{remedy}", "unavailable")]
+        return [Problem("--output", f"{problem}{remedy}", "unavailable")]
     other = page_problem(output)
     return [] if other is None else [Problem("--output", other, "occupied")]

@@ -17,7 +17,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.config.values import check_gpu
 from finetrainers.utils import exit_codes
 from finetrainers.utils.device import likely_device_type
-from finetrainers.utils.files import write_json_atomic
+from finetrainers.utils.files import folder_problem, write_json_atomic
 from finetrainers.utils.gpus import read_gpu
 from finetrainers.utils.launch import launched_rank, print_refusal
 from finetrainers.utils.logs import quiet_progress_bars
@@ -193,6 +193,8 @@ def _option_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("--output", f"{output} is a directory; use a file name")
     elif not output.absolute().parent.is_dir():
         yield Problem("--output", f"directory not found: {output.absolute().parent}", "not_found")
+    elif (problem := folder_problem(output.parent)) is not None:
+        yield Problem("--output", problem, "unavailable")
     elif (other := json_problem(output, "bucket_batch_sizes", "buckets")) is not None:
         yield Problem("--output", other, "occupied")
 

@@ -30,6 +30,16 @@ class Geometry:
     sides: tuple[int, int] | None = None
     largest: tuple[int, int] | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what configs may hold instead of a number.
+
+        Raises:
+            TypeError: a rule is something else.
+        """
+        for name in ("temporal", "spatial", "patch", "patch_t", "pixels"):
+            if not isinstance(value := getattr(self, name), int):
+                raise TypeError(f"{name} must be a whole number, got {value!r}")
+
     @property
     def size_multiple(self) -> int:
         """Number of pixels whose multiples height and width must be."""

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,6 +36,10 @@ _PART = r"""[\w-]+|"[^"]*"|'[^']*'"""
 _PATH = rf"(?:{_PART})(?:\s*\.\s*(?:{_PART}))*"
 _HEADER = re.compile(rf"\s*\[+\s*({_PATH})\s*\]+\s*(?:#.*)?$")
 _KEY = re.compile(rf"\s*({_PATH})\s*=")
+#: Most parts of a key that are searched for.
+_DEEPEST = 8
+#: Problems after which the nearest names are left out: each search takes milliseconds.
+_MOST_SUGGESTIONS = 100
 #: Table of config.toml with the values that a run has chosen for open options, in a table for each source.
 CHOSEN = "chosen"
 #: Names that are not ours, each read or refused by a dialect.
@@ -105,7 +110,8 @@ def take_options(options: RawOptions, document: Mapping[str, Any], locate: Locat
             for name, inner in value.items():
                 _take_option(options, entry, name, inner, locate)
         else:
-            message = "; ".join([f"unknown table [{entry}]{nearest(entry, sections())}", *METHODS.broken])
+            others = sections() if len(options.problems) < _MOST_SUGGESTIONS else ()
+            message = "; ".join([f"unknown table [{entry}]{nearest(entry, others)}", *METHODS.broken])
             options.problems.append(Problem(locate(entry, None), message, "unknown"))
 
 
@@ -116,7 +122,7 @@ def _take_option(options: RawOptions, table: str | None, name: str, value: Any, 
     if option in fields() and not belongs(option, table):
         options.problems.append(Problem(where, f"{name!r} belongs in [{fields()[option].section}], not in [{table}]"))
     elif option not in fields() and name not in OTHER_NAMES:
-        options.problems.append(unknown_option(name, where))
+        options.problems.append(unknown_option(name, where, suggest=len(options.problems) < _MOST_SUGGESTIONS))
     elif name in options.values:
         options.problems.append(Problem(where, f"{name!r} is set twice", "duplicate"))
     else:
@@ -154,19 +160,14 @@ def find_line(text: str, name: str | None, table: str | None) -> int:
 
     A name may begin a dotted key or a header: `mask_ratios.random = 0.1` and `[data.mask_ratios]` give `mask_ratios`.
     """
-    key = [*(table.split(".") if table else []), *([name] if name is not None else [])]
-    key = [part.replace("-", "_") for part in key]
-    paths = _paths(text) if key else []
-    for start in (0, 1, 2):  # a key at the top wins over one of its name in a table
-        for number, path in paths:
-            if path[start : start + len(key)] == key:
-                return number
-    return 1
+    key = (*(table.split(".") if table else ()), *((name,) if name is not None else ()))
+    return _lines(text).get(tuple(part.replace("-", "_") for part in key), 1)
 
 
-def _paths(text: str) -> list[tuple[int, list[str]]]:
-    """Return line number and parts of each header and, below its header, of each key; with `_` for `-`."""
-    paths: list[tuple[int, list[str]]] = []
+@lru_cache(maxsize=4)
+def _lines(text: str) -> dict[tuple[str, ...], int]:
+    """Return the line number of each key by its parts, whole or from the second or third, with `_` for `-`."""
+    lines: tuple[dict[tuple[str, ...], int], ...] = ({}, {}, {})
     header: list[str] = []
     for number, line in enumerate(text.splitlines(), start=1):
         opened = _HEADER.match(line)
@@ -175,8 +176,11 @@ def _paths(text: str) -> list[tuple[int, list[str]]]:
             continue
         parts = [part.strip("\"'").replace("-", "_") for part in re.findall(_PART, match[1])]
         header = parts if opened else header
-        paths.append((number, parts if opened else [*header, *parts]))
-    return paths
+        path = parts if opened else [*header, *parts]
+        for start, numbers in enumerate(lines):
+            for end in range(start + 1, min(len(path), _DEEPEST) + 1):
+                numbers.setdefault(tuple(path[start:end]), number)
+    return lines[2] | lines[1] | lines[0]  # a key at the top wins over one of its name in a table
 
 
 def build_config(sources: Sequence[RawOptions]) -> TrainConfig:

@@ -257,23 +257,22 @@ def other_names(option: str) -> list[str]:
     return [name for name, option_name in SAME.items() if option_name == option]
 
 
-def unknown_option(name: str, where: str) -> Problem:
+def unknown_option(name: str, where: str, *, suggest: bool = True) -> Problem:
     """Return the problem of an unknown name: its replacement, or the nearest option if the name is a typo.
 
     Args:
         name: without dashes.
         where: place of it; a flag, or `file:line`.
+        suggest: whether to search for the nearest option.
     """
     as_flag = where.startswith("--")
     kind = "unknown flag" if as_flag else f"unknown option {shortened(quoted(name))}"
     if name in INSTEAD:
         return Problem(where, f"{kind}; {INSTEAD[name]}", "unknown", about=tuple(re.findall(r"--(\w+)", INSTEAD[name])))
     table, key = split_name(name)
-    option = (
-        key
-        if table is not None and key in fields()
-        else suggest_option(name, fields()) or suggest_option(key, fields())
-    )
+    option = key if table is not None and key in fields() else None
+    if option is None and suggest:
+        option = suggest_option(name, fields()) or suggest_option(key, fields())
     if option is None:
         return Problem(where, f"{kind}; `finetrainers train --help all` lists all of them", "unknown")
     return Problem(

@@ -48,10 +48,11 @@ def text_working_bytes(spec: ModelSpec, part: str, *, batch: int) -> float:
 def _count(cls: Any, settings: str, tokens: int, keeps_layers: bool, batch: int, dtype: torch.dtype) -> float:
     """Count with two layers, and with three if the states of all layers are kept: each further layer adds as much."""
     config = parse_json(settings)
-    depth = next((config[name] for name in _DEPTHS if name in config), 2)
+    depths = {name: depth for name in _DEPTHS if (depth := config.get(name)) is not None}  # a decoder's may be null
+    depth = next(iter(depths.values()), 2)
 
     def count(layers: int) -> float:
-        shallow = config | {name: min(layers, config[name]) for name in _DEPTHS if name in config}
+        shallow = config | {name: min(layers, depth) for name, depth in depths.items()}
         if config.get("layer_types") is not None:
             shallow["layer_types"] = config["layer_types"][:layers]
         return count_encoder(cls, shallow, tokens, keeps_layers=keeps_layers, batch=batch, dtype=dtype)

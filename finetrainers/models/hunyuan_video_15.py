@@ -157,9 +157,9 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
         lengths, glyph_lengths, has_image = sizes
         if lengths is not None and min(lengths) == 0:
             raise ValueError(f"row {list(lengths).index(0)} of the batch has no text tokens: its mask is all zero")
-        alone = len(images) == 1
-        (prompt, prompt_mask), is_whole = _cut(prompts, lengths if alone else None)
-        (glyph, glyph_mask), glyph_is_whole = _cut(glyphs, glyph_lengths if alone else None)
+        is_single = len(images) == 1
+        (prompt, prompt_mask), is_whole = _cut(prompts, lengths if is_single else None)
+        (glyph, glyph_mask), glyph_is_whole = _cut(glyphs, glyph_lengths if is_single else None)
         images = images[:, : images.shape[1] if has_image else 0]  # no tokens, for a gradient of zero
         kinds = self.cond_type_embed(torch.arange(3, device=images.device))
         text = torch.cat(
@@ -415,8 +415,8 @@ class HunyuanVideo15Spec(ModelSpec):
         clips, (frames, height, width) = len(latents), latents.shape[2:]
         lengths, glyph_lengths, has_image = (call.get("attention_kwargs") or {}).get(_SIZES, (None, None, True))
 
-        def count(name: str, known: Sequence[int] | None) -> int:
-            return int(call[name].shape[1]) if known is None or clips > 1 else known[0]
+        def count(name: str, counts: Sequence[int] | None) -> int:
+            return int(call[name].shape[1]) if counts is None or clips > 1 else counts[0]
 
         prompt = count("encoder_hidden_states", lengths)
         glyph = count("encoder_hidden_states_2", glyph_lengths)

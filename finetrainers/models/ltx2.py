@@ -159,8 +159,8 @@ class LTX2Spec(ModelSpec):
     def activations(self) -> dict[str, Activations]:  # type: ignore[override]
         """Memory of activations of the checkpoint's version."""
         return {
-            kind: Activations((kept,), outside, checkpointed, forward, backward, attention=2.03, between=between)
-            for kind, (kept, outside, checkpointed, forward, backward, between) in _COUNTED[
+            kind: Activations((block,), outside, checkpointed, forward, backward, attention=2.03, between=between)
+            for kind, (block, outside, checkpointed, forward, backward, between) in _COUNTED[
                 self.facts.version or "LTX-2.0"
             ].items()
         }

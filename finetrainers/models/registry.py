@@ -55,7 +55,7 @@ for _family in OWN_FAMILIES:
 
 #: Unsupported families that users may ask for, in plain letters; some names are like those of supported ones.
 _UNSUPPORTED = re.compile(
-    r"wan|ltx(video|v)2|ltx25|hunyuan(video)?15|hunyuanimage|hunyuandit|mochi|skyreels|cosmos|framepack|opensora|allegro"
+    r"wan|ltx(v|video)?25|hunyuanimage|hunyuandit|skyreels|cosmos|framepack|opensora|allegro"
     r"|kandinsky|flux|sdxl|sd3|sd15|stable|qwen|zimage|pixart|sana|lumina|chroma|stepvideo|magi|easyanimate"
     r"|animatediff|svd|krea"
 )
@@ -77,10 +77,11 @@ def get_family(name: str) -> Family:
     unsupported = _UNSUPPORTED.match(plain)
     if unsupported and not any(_normalize(other).startswith(unsupported[0]) for other in registered):
         raise KeyError(f"model family {name!r} is not supported; {supported}")
-    begun = [other for other in registered if len(plain) > 2 and _normalize(other).startswith(plain)]
-    exact = [other for other in begun if _normalize(other) == plain]
-    within = [other for other in registered if plain.startswith(_normalize(other))]
-    similar = exact or begun or sorted(within, key=len)[-1:]
+    completions = [other for other in registered if len(plain) > 2 and _normalize(other).startswith(plain)]
+    exact = [other for other in completions if _normalize(other) == plain]
+    same = [other for other in registered if _without_video(other) == _without_video(plain)]
+    prefixes = [other for other in registered if plain.startswith(_normalize(other))]
+    similar = exact or completions or same or sorted(prefixes, key=len)[-1:]
     if similar:
         names = " or ".join(repr(other) for other in similar)
         raise KeyError(f"unknown model family {name!r}; did you mean {names}?{broken}")
@@ -94,6 +95,11 @@ def get_family(name: str) -> Family:
 def _normalize(name: str) -> str:
     """Return a name without the characters that are spelled in different ways."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _without_video(name: str) -> str:
+    """Return a normalized name without the "video" or "v" that precedes a version or ends it: "ltxv2" is "ltx2"."""
+    return re.sub(r"v(ideo)?(?=\d|$)", "", _normalize(name))
 
 
 def with_family(model: ModelSection) -> ModelSection:

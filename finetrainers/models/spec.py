@@ -43,10 +43,9 @@ from .tiling import Size, retry_vae_on_oom, sliced_for_memory, tiled_alike, tile
 __all__ = [
     "DTYPES", "FIRST_FRAME", "MOMENTS", "OPERATOR_BODIES", "Batch", "Conditions", "FlopMeter", "ModelComponents",
     "ModelSpec", "Parts", "PromptEmbeds", "SampleRequest", "VAEStats", "VideoMeta", "are_mapped", "check_split",
-    "decode_gradient", "encoded_bytes", "even_bounds", "fix_input_dtype", "frozen_bytes",
-    "input_dtype", "network_on_meta",
-    "pixel_size",
-    "remove_full", "tiled_for_memory", "to_unit_range", "unused_weights", "unwrap", "vae_working_bytes", "weight_files",
+    "decode_gradient", "encoded_bytes", "even_bounds", "fix_input_dtype", "frozen_bytes", "input_dtype",
+    "network_on_meta", "pixel_size", "remove_full", "tiled_for_memory", "to_unit_range", "unused_weights", "unwrap",
+    "vae_working_bytes", "weight_files",
 ]  # fmt: skip
 Conditions, Parts = PromptEmbeds, ModelComponents  # their names in version 0.1, for families from outside
 

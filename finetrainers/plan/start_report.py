@@ -162,6 +162,7 @@ def print_results(root: Path, *, comfyui: bool) -> None:
         "model card": root / "README.md",
         "settings": root / "config.toml",
         "metrics": root / "metrics.jsonl",
+        "profile": root / "profile",
     }
     print_line("done; results:")
     width = max(map(len, paths)) + 2

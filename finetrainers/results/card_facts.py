@@ -231,9 +231,10 @@ def read_license(config: TrainConfig) -> dict[str, Any]:
     card: object = None if folder is None else folder / "README.md"
     if folder is None:
         revision, cache = config.model.revision, config.model.cache_dir
-        card = try_to_load_from_cache(base, "README.md", revision=revision, cache_dir=cache)
-        if config.run.push_to_hub and not isinstance(card, str):
-            with contextlib.suppress(OSError, ValueError):  # without the card, the license is left out
+        # Without the card, the license is left out.
+        with contextlib.suppress(OSError, ValueError):
+            card = try_to_load_from_cache(base, "README.md", revision=revision, cache_dir=cache)
+            if config.run.push_to_hub and not isinstance(card, str):
                 card = hf_hub_download(base, "README.md", revision=revision, cache_dir=cache)
     if not isinstance(card, str | Path) or not Path(card).is_file():
         return {}
@@ -246,4 +247,6 @@ def read_license(config: TrainConfig) -> dict[str, Any]:
 
 def local_model_folder(base: str) -> Path | None:
     """Return the folder of a local or demo model, or None if it is on the Hub."""
-    return Path(base) if base.startswith(SCHEME) or Path(base).is_dir() else None
+    # A directory that was removed meanwhile is not a name on the Hub.
+    is_path = base.startswith((SCHEME, "/", ".", "~")) or base.count("/") > 1
+    return Path(base) if is_path or Path(base).is_dir() else None

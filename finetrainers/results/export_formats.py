@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 import time
@@ -23,14 +22,16 @@ from finetrainers.config.sections import AUTO
 from finetrainers.models.files.lora_names import ARCHITECTURES, format_problem, readers
 from finetrainers.models.registry import Family, get_family, with_family
 from finetrainers.plan.initial_weights import LORA_FILE, read_lora_header
+from finetrainers.plan.lineage import short_digest
 from finetrainers.plan.ownership import EXPORTED, export_problem
 from finetrainers.plan.preflight import collecting_problems, resolve_other_expert
 from finetrainers.rundir.find import step_of
 from finetrainers.rundir.identity import Identity, read_identity
 from finetrainers.sampling.weights import Weights, find_target, under
 from finetrainers.utils.failures import InputError, Kind
-from finetrainers.utils.files import fsync_dir, fsync_tree, write_json_atomic
+from finetrainers.utils.files import fsync_dir, fsync_tree, sweep_unfinished, unfinished_path, write_json_atomic
 from finetrainers.utils.headers import load_tensors, open_tensors
+from finetrainers.utils.reading import find_json_object
 from finetrainers.utils.text import plural
 
 if TYPE_CHECKING:
@@ -186,6 +187,28 @@ def source_problems(source: Source, formats: Sequence[str], folder: Path, *, ove
     return problems
 
 
+def unwritten_formats(source: Source, formats: Sequence[str], folder: Path, **settings: Any) -> list[str]:
+    """Return the formats that an export with the same weights and settings left to do, or all if it left none.
+
+    Args:
+        source: weights to export.
+        formats: of this export.
+        folder: output directory.
+        settings: `dtype`, `lora_scale` and `one_file`, as of `export_formats`.
+    """
+    made = _settings(source, **settings)
+    records = {name: find_json_object(folder / name / EXPORTED) for name in formats}
+    return [name for name in formats if records[name].get("made") != made] or list(formats)
+
+
+def _settings(source: Source, *, dtype: str | None, lora_scale: float, one_file: bool) -> dict[str, Any]:
+    """Return what an export depends on, as JSON."""
+    weights = [short_digest(expert.weights.path) for expert in source.experts if expert.weights.path is not None]
+    averages = None if source.weights.averages is None else str(source.weights.averages)
+    made = {"weights": weights, "averages": averages, "name": source.stem, "model": source.config.model.model_name}
+    return {**made, "dtype": dtype, "lora_scale": lora_scale, "one_file": one_file}
+
+
 def _other_files(source: Source, folder: Path) -> str | None:
     return export_problem(folder, trained=source.family.facts.trained, identity=source.identity)
 
@@ -243,17 +266,19 @@ def export_formats(
     problems = source_problems(source, formats, folder, overwrite=overwrite)
     if problems:
         raise ConfigError(problems)
+    sweep_unfinished(folder)
+    made = _settings(source, dtype=dtype, lora_scale=lora_scale, one_file=one_file)
     from finetrainers.models.spec import DTYPES
 
     torch_dtype = None if dtype is None else DTYPES[dtype]
     if source.weights.kind == "full":
         spec = source.family.load(source.config.model)
-        yield from _export_full(source, spec, formats, folder, torch_dtype, one_file=one_file)
+        yield from _export_full(source, spec, formats, folder, torch_dtype, one_file=one_file, made=made)
         return
     loras = [_load(expert) for expert in source.experts]
     for weights_format in formats:
         final, exports = folder / weights_format, []
-        with _publish(final, source) as temporary:
+        with _publish(final, source, made) as temporary:
             for lora in loras:
                 if weights_format == "merged":
                     merge_dtype = torch_dtype or DTYPES["bf16"]
@@ -374,7 +399,14 @@ def _write_network(
 
 
 def _export_full(
-    source: Source, spec: ModelSpec, formats: Sequence[str], folder: Path, dtype: torch.dtype | None, *, one_file: bool
+    source: Source,
+    spec: ModelSpec,
+    formats: Sequence[str],
+    folder: Path,
+    dtype: torch.dtype | None,
+    *,
+    one_file: bool,
+    made: Mapping[str, Any],
 ) -> Iterator[Exported]:
     """Write all weights in diffusers layout, or in one file with the names of the network's authors and ComfyUI."""
     from finetrainers.models.lora_files import save_original
@@ -391,7 +423,7 @@ def _export_full(
         load_ema_weights(source.weights.averages, network)
     state = network.state_dict()
     for weights_format in formats:
-        with _publish(folder / weights_format, source) as temporary:
+        with _publish(folder / weights_format, source, made) as temporary:
             if weights_format == "diffusers":
                 _write_network(temporary, spec, network, state, one_file=one_file)
                 written = spec.facts.trained
@@ -421,17 +453,18 @@ def _check_network(folder: Path, expected: Mapping[str, Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def _publish(final: Path, source: Source) -> Iterator[Path]:
+def _publish(final: Path, source: Source, made: Mapping[str, Any]) -> Iterator[Path]:
     """Yield a temporary folder that replaces `final` when the block ends; on an error it is removed."""
-    temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    temporary = unfinished_path(final)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         yield temporary
         files = sorted(path.name for path in temporary.iterdir())
-        write_json_atomic(temporary / EXPORTED, {"run": source.identity and source.identity.run, "files": files})
+        run = source.identity and source.identity.run
+        write_json_atomic(temporary / EXPORTED, {"run": run, "files": files, "made": made})
         fsync_tree(temporary)
-        replaced = final.with_name(f".{final.name}.{os.getpid()}.replaced")
+        replaced = unfinished_path(final, "replaced")
         if final.exists():
             final.rename(replaced)
         temporary.rename(final)

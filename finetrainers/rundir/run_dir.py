@@ -21,7 +21,7 @@ from typing import Any
 from finetrainers.config.flags import is_secret
 from finetrainers.config.load import dump_toml
 from finetrainers.config.root import TrainConfig
-from finetrainers.utils.files import append_jsonl, write_json_atomic, write_text_atomic
+from finetrainers.utils.files import append_jsonl, sweep_unfinished, write_json_atomic, write_text_atomic
 from finetrainers.utils.reading import read_jsonl
 
 from .find import checkpoints_dir, step_of
@@ -64,6 +64,8 @@ class RunDirectory:
         if not self.writes:
             return
         self.root.mkdir(parents=True, exist_ok=True)
+        for folder in (self.root, *self.root.glob("samples/*"), *self.root.glob("rollouts/*")):
+            sweep_unfinished(folder)
         self.identity = take_identity(self.root)
         write_text_atomic(self.root / "config.toml", dump_toml(config))
         write_json_atomic(self.root / "env.json", environment())

@@ -23,7 +23,7 @@ from finetrainers.rundir.lock import exclusive
 from finetrainers.training.sampling import EncodedPrompts, PromptRequest, SamplingSettings, prompt_request, sample_seed
 from finetrainers.utils.failures import user_message
 from finetrainers.utils.faults import fault_point
-from finetrainers.utils.files import write_text_atomic
+from finetrainers.utils.files import sweep_unfinished, write_text_atomic
 from finetrainers.utils.phases import VALIDATION, phase
 from finetrainers.utils.progress import Meter
 from finetrainers.utils.reading import read_json_object
@@ -66,6 +66,8 @@ def draw(plan: SamplePlan) -> SampleResult:
     """
     check_weights(plan)
     with contextlib.closing(join(plan.config)) as parallel, exclusive(plan.output_dir, parallel):
+        if parallel.is_main:
+            sweep_unfinished(plan.output_dir)
         drawn = generate_missing(plan, parallel)
         return show(plan, drawn) if parallel.is_main and drawn.clips else drawn
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import re
+import shutil
+import socket
 import stat
+import tempfile
+import time
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,13 +23,60 @@ from .alive import send_heartbeat
 from .text import quoted
 
 _CHUNK = 1 << 20
+_DAY_S = 86400.0
+_UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<group>[0-9a-f]{6})-(?P<pid>[0-9]{1,9})\.(?P<kind>tmp|replaced)(\.\w+)?")
 _readable = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
+
+
+def unfinished_path(path: Path, kind: str = "tmp") -> Path:
+    """Return the path under which this process writes what will be `path`, or, as `replaced`, keeps what it was."""
+    return path.with_name(f".{path.name}.{_process_group()}-{os.getpid()}.{kind}")
+
+
+def sweep_unfinished(folder: Path) -> None:
+    """Remove what killed processes have left at paths of `unfinished_path` in a folder, and restore what was replaced.
+
+    Processes of other machines cannot be asked for: what they left must be older than a day.
+    """
+    paths = sorted(folder.glob(".*-*.*")) if folder.is_dir() else []
+    for path, match in ((path, _UNFINISHED.fullmatch(path.name)) for path in paths):
+        with contextlib.suppress(OSError):  # another process sweeps too, or the folder is read-only
+            if match is None or _is_written(path.lstat().st_mtime, match["group"], int(match["pid"])):
+                continue
+            final = folder / match["name"]
+            if match["kind"] == "replaced" and not final.exists():
+                path.rename(final)
+            elif path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def _is_written(modified: float, group: str, pid: int) -> bool:
+    if group != _process_group():
+        return time.time() - modified < _DAY_S
+    import psutil  # commands that write nothing start without it
+
+    try:  # another process may have got the number since; clocks of file servers differ
+        return psutil.Process(pid).create_time() < modified + 60
+    except psutil.Error:
+        return False
+
+
+@lru_cache(maxsize=1)
+def _process_group() -> str:
+    """Return six hexadecimal digits of the machine, or container, in which numbers of processes are unique."""
+    try:
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        namespace = ""
+    return hashlib.sha256(f"{socket.gethostname()} {namespace}".encode()).hexdigest()[:6]
 
 
 def write_text_atomic(path: Path, text: str | Iterable[str], *, errors: str = "strict") -> None:
     """Write `text`, or its parts, under a temporary name, flush it to disk, and rename it to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = unfinished_path(path)
     try:
         with open(temporary, "w", encoding="utf-8", errors=errors) as file:
             file.writelines([text] if isinstance(text, str) else text)
@@ -169,11 +222,18 @@ def names_existing(path: Path | str, *, folder: bool = False) -> bool:
 
 
 def folder_problem(folder: Path) -> str | None:
-    """Return why a folder cannot be made or written to, or None if it can, as far as known."""
+    """Return why a folder cannot be made or written to, or None if it can, as far as known.
+
+    A directory is made in it and removed, since permissions do not show what else refuses: /proc, a quota, a server.
+    """
     existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path(os.sep))
     if not existing.is_dir():
         return f"{existing} is a file; use a directory"
-    return None if os.access(existing, os.W_OK) else f"cannot write to {existing}"
+    try:
+        Path(tempfile.mkdtemp(prefix=".", suffix=".tmp", dir=existing)).rmdir()
+    except OSError as error:
+        return f"cannot write to {existing}: {error.strerror or error}"
+    return None
 
 
 _KINDS = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -13,6 +12,7 @@ import av
 import numpy as np
 from PIL import Image
 
+from .files import unfinished_path
 from .reading import check_regular, read_bytes
 
 #: Browsers show GIF frames of less than 20 ms more slowly than that.
@@ -31,7 +31,7 @@ def write_mp4(path: Path, frames: np.ndarray, *, fps: float, comment: str = "") 
     height, width = frames.shape[1] // 2 * 2, frames.shape[2] // 2 * 2
     path.parent.mkdir(parents=True, exist_ok=True)
     # A separate file for each process: those that share samples may write the same clip at the same time.
-    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.unfinished{path.suffix}")
+    unfinished = unfinished_path(path, f"tmp{path.suffix}")
     try:
         with av.open(str(unfinished), "w") as container:
             container.metadata["comment"] = comment

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import shutil
+import tempfile
+import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -65,6 +69,24 @@ def test_paths_that_no_file_can_have(odd: Path, command: list[str], place: str) 
         assert (code, place) in [(2, where) for where, _ in problems], (path, problems)
 
 
+#: Commands with a path to write to at the end, and the option; as they refuse places in which nothing can be made.
+WRITING = [
+    ["train", *MODEL, "--output_dir"], ["sample", "demo://ltx", "--prompts", "a", "--output_dir"],
+    ["export", "none", "--format", "peft", "--output_dir"], ["report", ".", "--output"],
+    ["check", "--data_root", ".", "--json"], ["search-batch", *MODEL[:4], "--output"],
+]  # fmt: skip
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="has no /proc")
+def test_places_in_which_nothing_can_be_made(odd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in WRITING:
+        name = "/proc/x.html" if command[-1] == "--output" and command[0] == "report" else "/proc/x"
+        code, problems = refused_command([*command, name])
+        assert (code, command[-1]) in [(2, where) for where, _ in problems], (command, problems)
+    monkeypatch.setattr(tempfile, "mkdtemp", mock.Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
+    assert refused_command(["plot", "."]) == (2, [("RUN", "unavailable")])
+
+
 #: Commands with a file at the end.
 TAKING_FILES = [
     ["run", "--plan"], ["train", "--config"], ["train", *MODEL, "--dataset"], ["doctor", "--hosts"],
@@ -94,6 +116,15 @@ def test_content_of_files(odd: Path) -> None:
         assert ("--accelerate_config", "unreadable") in problems
     Path("a.toml").write_bytes("lr = 1".encode("utf-16"))
     assert refused_command(["train", "--config", "a.toml"]) == (2, [("--config", "unreadable")])
+
+
+def test_thousands_of_unknown_keys(odd: Path) -> None:
+    """Take time in proportion to their number, each at its line."""
+    Path("a.toml").write_text("[data]\n" + "".join(f"max_item{i} = 1\n" for i in range(4000)), encoding="utf-8")
+    start = time.process_time()
+    code, problems = refused_command(["train", "--config", "a.toml"])
+    assert time.process_time() - start < 3
+    assert (code, problems[0], problems[3999]) == (2, ("a.toml:2", "unknown"), ("a.toml:4001", "unknown"))
 
 
 LAUNCHER_FILES: dict[str, Kind] = {
@@ -152,6 +183,8 @@ def test_commands_and_stages(odd: Path) -> None:
 #: File of a model, key and value; `refused_command` sees each at the option that names the model.
 CONFIGS: list[tuple[str, str, object]] = [
     ("transformer/config.json", "num_layers", 10**12), ("transformer/config.json", "patch_size", 0),
+    ("transformer/config.json", "patch_size_t", None), ("transformer/config.json", "attention_head_dim", None),
+    ("vae/config.json", "temporal_compression_ratio", [1]),
     ("vae/config.json", "block_out_channels", []),
     ("text_encoder/config.json", "d_kv", "x"), ("scheduler/scheduler_config.json", "num_train_timesteps", 0),
     ("scheduler/scheduler_config.json", "_class_name", [1]),

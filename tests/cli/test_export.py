@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_family import FAMILIES
 from peft import LoraConfig, get_peft_model_state_dict
 from refusals import refused_command
 from safetensors import safe_open
@@ -26,9 +27,9 @@ from finetrainers.models.registry import get_family
 from finetrainers.plan.preflight import preflight
 from finetrainers.results import export_formats as module
 from finetrainers.sampling.weights import find_target
+from finetrainers.utils.files import unfinished_path
 
 LORA = "pytorch_lora_weights.safetensors"
-FAMILIES = ("ltx_video", "hunyuan_video", "cogvideox", "wan")
 
 
 @pytest.fixture
@@ -381,6 +382,26 @@ def test_nothing_is_replaced_unasked_and_nothing_half_written_stays(
             )
     assert file.read_bytes() == second
     assert [path.name for path in (root / "export").iterdir()] == ["comfyui"]
+
+
+def test_an_export_goes_on_after_a_kill(
+    a_run: Callable[..., tuple[Path, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Formats of the same weights and settings are not written again, and what a killed process left is removed."""
+    root, _ = a_run()
+    command = ["export", str(root), "--format", "comfyui"]
+    assert main(command) == 0
+    folder = root / "export"
+    first = (folder / "comfyui" / "my-ltx_video.safetensors").stat().st_mtime_ns
+    living = unfinished_path(folder / "peft").name
+    (folder / re.sub(r"-\d+", "-999999999", living)).mkdir()
+    assert refused_command([*command, "peft", "--dtype", "bf16"]) == (2, [("--format", "occupied")])
+    capsys.readouterr()
+    assert main([*command, "peft"]) == 0
+    assert f"before: {folder / 'comfyui'}\n" in capsys.readouterr().out
+    assert sorted(path.name for path in folder.iterdir()) == ["comfyui", "peft"]
+    assert (folder / "comfyui" / "my-ltx_video.safetensors").stat().st_mtime_ns == first
+    assert refused_command([*command, "peft"]) == (2, [("--format", "occupied")] * 2)
 
 
 def test_refusals(a_run: Callable[..., tuple[Path, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -369,7 +369,7 @@ def encode_text(texts: list[str]) -> PromptEmbeds:
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window_size": 5, "sliding_window_latents": "slice"}])
 def test_cached_masks_equal_fresh_ones_and_moments_do_not_depend_on_them(
-    grey: Path, make_video: MakeFile, tmp_path: Path, options: dict[str, Any]
+    grey: Path, make_video: MakeFile, tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     make_video(grey / "plain.mp4", frames=20, fps=16, height=64, width=96)
     (grey / "plain.txt").write_text("plain")
@@ -404,6 +404,16 @@ def test_cached_masks_equal_fresh_ones_and_moments_do_not_depend_on_them(
         assert ours.mask.shape == (len(batch.clips), 1, *ours.latent_size)
         assert torch.equal(ours.mask[-1], torch.ones(1, *ours.latent_size))  # of a clip without one
     assert ours.mask is not None
+    entry = keys.cache.path(keys.mask(one))
+    entry.write_bytes(entry.read_bytes()[:-1])
+    caplog.clear()
+    batch = MicroBatch(0, tuple(clips[:1]))
+    ours, theirs = fresh(DecodeFetch(0)(batch)), fresh(CacheFetch(keys)(batch))  # a damaged entry is made again
+    assert ours.mask is not None
+    assert theirs.mask is not None
+    assert torch.equal(ours.mask, theirs.mask)
+    assert keys.cache.get(keys.mask(one)) is not None
+    assert [str(entry) in line.getMessage() for line in caplog.records] == [True, True]  # removed, made again
     assert Encoder(encode_text, encode_clip, data=data, seed=0)(DecodeFetch(0)(batch)).mask is None
 
 

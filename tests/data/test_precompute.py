@@ -104,7 +104,8 @@ def test_batches_give_what_one_at_a_time_gives(
     for one, other in entries:
         for part in (MOMENTS, FIRST_FRAME):
             # Not bit for bit: convolutions choose their algorithm by the size of the batch.
-            torch.testing.assert_close(one[part], other[part], rtol=1e-4, atol=5e-5)
+            largest = float(other[part].abs().max())
+            torch.testing.assert_close(one[part], other[part], rtol=1e-4, atol=1e-5 * largest)
             assert one[part].shape[0] == 1
     assert (entries[0][0][MOMENTS] - entries[2][1][MOMENTS]).abs().max() > 1e-3  # and rows were not mixed up
     files = [batched.cache.path(batched.video(clip)) for clip in clips]

@@ -267,7 +267,8 @@ def test_an_export_replaces_the_files_of_an_export_of_the_same_run_alone(
     assert main(again) == 0, capsys.readouterr().err
     identity = read_identity(root)
     assert identity is not None
-    assert find_json_object(folder / EXPORTED) == {"run": identity.run, "files": ["run.safetensors"]}
+    exported = find_json_object(folder / EXPORTED)
+    assert (exported["run"], exported["files"]) == (identity.run, ["run.safetensors"])
     # Another run, which has its place.
     (root / IDENTITY).unlink()
     shutil.rmtree(root / "checkpoints")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from types import SimpleNamespace
 
 import av
@@ -156,6 +157,11 @@ def test_the_license_is_the_base_models(tmp_path, card, expected):
     assert {name: header.get(name) for name in header if name.startswith("license")} == expected
     assert "base_model" not in header
     assert header["library_name"] == "diffusers"
+    shutil.rmtree(base)  # while the run trained
+    text = module.model_card(state, checked)
+    assert re.search(r"\| license .* \| unknown: .* \|", text)
+    assert f"huggingface.co/{base}" not in text
+    assert "base_model" not in yaml.safe_load(text.split("---")[1])
 
 
 @pytest.mark.parametrize(("training_type", "expected"), [

@@ -24,8 +24,10 @@ LEVELS = (0.3, 0.7)
 #: The version of each family that the other tests train.
 DEFAULTS = dict(reversed(CHECKPOINTS)).items()
 #: Evaluation loss after 40 steps over that before, at most. Noise has more channels than these networks are wide (32
-#: against 128 in LTX-Video), or a LoRA of rank 4 (48 outputs in Mochi), so most of the loss cannot be learnt.
-FALLS_TO = 0.95
+#: against 128 in LTX-Video), so most of the loss cannot be learnt.
+FALLS_TO = 0.9
+#: Rank of these LoRAs. With one of 4, Mochi's loss falls to 0.92 in 40 steps and in 80: it has 48 outputs.
+RANK = 16
 
 
 def first_batch(state: Any) -> Batch:
@@ -75,6 +77,7 @@ def test_learns_and_reloads(
         batch_size=batch_size,
         train_steps=40,
         lr=2e-2,
+        rank=RANK,
         target_modules=["to_k", "to_q", "to_v", "to_out.0", "proj_out"],
     )
     done = run(**values)
@@ -91,7 +94,7 @@ def test_learns_and_reloads(
     if training_type == "lora":
         pipeline = pipeline_class.from_pretrained(repository)
         state.spec.load_into(pipeline, done.root / "pytorch_lora_weights.safetensors")
-        assert pipeline.transformer.peft_config["default_0"].lora_alpha == 8  # not the rank, which is 4
+        assert pipeline.transformer.peft_config["default_0"].lora_alpha == 8 != RANK
         assert torch.allclose(evaluate(state, pipeline.transformer, batch), after, rtol=1e-5)
         x, t = torch.randn_like(batch.moments.chunk(2, dim=1)[0]), torch.tensor([1] * batch_size)
         outputs = [

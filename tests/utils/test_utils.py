@@ -12,6 +12,7 @@ import torch
 
 from finetrainers.draw.contact_sheet import Strip, contact_sheet
 from finetrainers.utils import device, files
+from finetrainers.utils.files import sweep_unfinished, unfinished_path
 from finetrainers.utils.seeding import derive_seed, generator
 from finetrainers.utils.text import duration, nearest, plural
 from finetrainers.utils.video import evenly_spaced, slug, write_mp4
@@ -213,3 +214,26 @@ def test_only_regular_files_are_opened(tmp_path):
         with pytest.raises(OSError, match=kind) as raised:
             files.open_regular(tmp_path / name)
         assert (raised.value.errno, raised.value.filename) == (errno.EINVAL, str(tmp_path / name))
+
+
+def test_unfinished_files_of_killed_processes_are_swept(tmp_path: Path) -> None:
+    """Not those of living processes, nor new ones of other machines; what was being replaced is restored."""
+    for name in ("a", "b"):
+        unfinished_path(tmp_path / name, "replaced").mkdir()
+    (tmp_path / "b").mkdir()
+    mine, group = unfinished_path(tmp_path / "x.json"), unfinished_path(tmp_path / "x").name.split(".")[2].split("-")[0]
+    others = [tmp_path / f".{name}.000000-7.tmp" for name in ("new", "old")]
+    dead = [tmp_path / f".dead.{group}-999999999.tmp{suffix}" for suffix in ("", ".mp4")]
+    for path in (mine, *others, *dead, tmp_path / ".x.1.tmp", tmp_path / ".env"):
+        path.write_text("")
+    os.utime(others[1], (0, 0))
+    sweep_unfinished(tmp_path)  # this process lives
+    gone = {others[1].name, *(path.name for path in dead)}
+    left = {unfinished_path(tmp_path / name, "replaced").name for name in ("a", "b")} | {mine.name, others[0].name}
+    assert {path.name for path in tmp_path.iterdir()} == left | {"b", ".x.1.tmp", ".env"}
+    assert not gone & left
+    for path in tmp_path.iterdir():
+        os.utime(path, (1, 1))  # before this process: of an earlier one with its number
+    sweep_unfinished(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", ".x.1.tmp", ".env"}
+    sweep_unfinished(tmp_path / "none")

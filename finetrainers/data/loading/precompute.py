@@ -7,6 +7,7 @@ already are skipped, so an interrupted run resumes where it stopped and several 
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -36,6 +37,8 @@ from .encode import EMPTY, PRIOR, TEXT, EncodeClip, EncodeText, stack_videos
 from .loader import PixelFetch, RawBatch
 from .prefetch import AHEAD, prefetch
 from .workers import Workers
+
+logger = logging.getLogger(__name__)
 
 #: Number of captions that are encoded at a time.
 _TEXT_BATCH_SIZE = 8
@@ -346,9 +349,18 @@ class CacheFetch:
     def _load(self, clip: Clip, key: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor | None]:
         tensors, mask = self._read_tensors(clip, key), None
         if clip.mask is not None:
-            pooled = self._read(self.keys.mask(encoded_clip(clip)), f"the mask {clip.mask.path}")[_MASK]
-            mask = latent_weights(clip, cut_latents(pooled, clip))
+            mask = latent_weights(clip, cut_latents(self._read_mask(encoded_clip(clip)), clip))
         return tensors, mask
+
+    def _read_mask(self, clip: Clip) -> Tensor:
+        """Return the pooled mask of a clip; unlike other entries, a damaged one is made again: that takes no model."""
+        key = self.keys.mask(clip)
+        if (entry := self.keys.cache.get(key)) is not None:
+            return entry[_MASK]
+        pooled = self.keys.pooled(clip)
+        self.keys.cache.put(key, {_MASK: pooled}, self.keys.about_mask(clip))
+        logger.warning("made the cache entry %s again", self.keys.cache.path(key))
+        return pooled
 
     def _read_tensors(self, clip: Clip, key: tuple[int, int]) -> dict[str, Tensor]:
         encoded = encoded_clip(clip)

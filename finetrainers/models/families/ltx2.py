@@ -26,7 +26,7 @@ _VIDEO_LAYERS = tuple(
 _UNUSED = "audio|av_cross_attn|a2v"
 
 
-def version_of(transformer: Json) -> str:
+def read_version(transformer: Json) -> str:
     """Return the version of LTX-2 whose network a config describes; later ones modulate the text.
 
     Raises:
@@ -47,7 +47,7 @@ def read(configs: Configs) -> Facts:
     The compression is that of the config, or by default of the class: the patch times each halving of its four stages.
     """
     vae, transformer = configs.get("vae"), configs.get("transformer", {})
-    version = version_of(transformer)
+    version = read_version(transformer)
     spatial, temporal = 32, 8
     if vae is not None:
         stages = vae.get("downsample_type", ("spatial", "temporal", "spatiotemporal", "spatiotemporal"))

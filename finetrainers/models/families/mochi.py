@@ -30,10 +30,10 @@ def read(configs: Configs) -> Facts:
     spatial = math.prod(vae.get("spatial_expansions", (2, 2, 2)))
     compression = (temporal, spatial, vae.get("latent_channels", 12))
     if compression != _COMPRESSION:
-        found, known = (" x ".join(map(str, numbers)) for numbers in (compression, _COMPRESSION))
+        actual, supported = (" x ".join(map(str, numbers)) for numbers in (compression, _COMPRESSION))
         raise InputError(
-            f"a mochi VAE with {found} (frames x pixels x channels) is not supported, since MochiPipeline assumes "
-            f"{known}; use that of genmo/mochi-1-preview",
+            f"a mochi VAE with {actual} (frames x pixels x channels) is not supported, since MochiPipeline assumes "
+            f"{supported}; use that of genmo/mochi-1-preview",
             "unsupported",
         )
     return Facts(

@@ -228,6 +228,8 @@ def _size_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     for key, value in settings.items():
         if isinstance(value, dict) and not _COUNT.fullmatch(key):
             yield from _size_problems(value)
+        elif key == "attention_head_dim" and not fits(value, int):
+            yield f"{key} must be a whole number, got {shortened(printable(repr(value)), 40)}"
         elif value is not None and _COUNT.fullmatch(key):
             limit = _MOST_LAYERS if _LAYERS.search(key) else _LARGEST_SIZE
             minimum = 0 if _OPTIONAL_LAYERS.fullmatch(key) else 1

@@ -18,12 +18,14 @@ from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.init_distributed import layout_problem
 from finetrainers.plan.resume_plan import Start
 from finetrainers.rundir.find import read_state
-from finetrainers.rundir.manifest import MANIFEST, damage
+from finetrainers.rundir.manifest import MANIFEST, damage, read_manifest
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.headers import load_tensors
 
 from ..state import TrainState
+
+_METHOD_FILE = "method.safetensors"
 
 
 def check_restorable(start: Start, parallel: Strategy) -> None:
@@ -95,8 +97,9 @@ def load_checkpoint(state: TrainState, directory: Path, *, resets: frozenset[str
     if state.ema is not None and "ema" not in resets:
         averages = load_tensors(directory / "ema.safetensors")
         state.ema.load_state_dict({"shadow": averages, "num_updates": saved["ema_updates"]})
-    method_file = directory / "method.safetensors"
-    method_tensors = load_tensors(method_file) if method_file.is_file() else {}
+    # A file that the manifest does not list is not the checkpoint's.
+    has_tensors = _METHOD_FILE in read_manifest(directory)["files"]
+    method_tensors = load_tensors(directory / _METHOD_FILE) if has_tensors else {}
     state.method.load_state_dict(join_state(method_tensors, saved["method"]))
     state.guards.load_state_dict(saved["guards"])
     state.data_ahead = 0 if "data" in resets else saved["guards"]["data_ahead"]

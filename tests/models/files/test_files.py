@@ -136,8 +136,9 @@ def test_shards_and_their_index(repo: Path) -> None:
         json.dumps({"weight_map": {**dict.fromkeys(names[10:], "c.safetensors"), "foreign": "c.safetensors"}})
     )
     expect_problem(repo, "mismatch", "c.safetensors", "foreign")
-    index.write_text("{}")
-    expect_problem(repo, "invalid", index, "'weight_map'")
+    for text in ("{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}'):
+        index.write_text(text)
+        expect_problem(repo, "invalid", index, "'weight_map'")
 
 
 def test_a_variant_that_is_not_there(repo: Path) -> None:

@@ -20,6 +20,7 @@ from diffusers import (
     WanTransformer3DModel,
 )
 from diffusers.loaders.lora_conversion_utils import _convert_hunyuan_video_lora_to_diffusers
+from every_family import FAMILIES
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from refusals import refused
 from safetensors.torch import load_file, save_file
@@ -34,7 +35,6 @@ from finetrainers.models.registry import get_family
 from finetrainers.models.spec import ModelSpec
 from finetrainers.utils.failures import Kind
 
-FAMILIES = ("ltx_video", "hunyuan_video", "hunyuan_video_15", "cogvideox", "wan", "mochi")
 FORMATS = ("diffusers", "comfyui", "kohya", "peft")
 #: Networks of the published widths, with as few blocks as there are kinds of them.
 PUBLISHED = {

@@ -29,7 +29,9 @@ def labels(trace: Path) -> Counter[str]:
     return Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
 
 
-def test_a_run_profiles_its_steps(options: Callable[..., dict], run: Callable[..., Any]) -> None:
+def test_a_run_profiles_its_steps(
+    options: Callable[..., dict], run: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     profiled = run(**options(train_steps=4, profile_steps="2:3", gradient_accumulation_steps=2))
     directory = profiled.root / "profile"
     name = "steps-2-3-rank-0"
@@ -41,6 +43,7 @@ def test_a_run_profiles_its_steps(options: Callable[..., dict], run: Callable[..
     assert "aten::" in (directory / f"{name}.txt").read_text()
     [event] = [event for event in profiled.events if event["event"] == "profile"]
     assert (event["step"], event["path"]) == (3, str(directory))
+    assert ["profile", str(directory)] in [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
 @pytest.mark.rotating

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from refusals import refused
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.rundir.find import find_checkpoint, read_state, scan_checkpoints
@@ -146,6 +146,8 @@ def test_a_save_that_fails_publishes_nothing(
     assert find_checkpoint("latest", root) == root / "checkpoints" / "step-3"
     assert not (root / "checkpoints" / ".step-4.tmp").exists()  # it would take the room that the next try needs
 
+    # A file that the manifest does not list is not read.
+    save_file({"a/b": torch.zeros(1)}, root / "checkpoints" / "step-3" / "method.safetensors")
     resumed = run(**values, resume_from_checkpoint="latest")
     assert [step for step, _ in resumed.curve("loss")] == [1, 2, 3, 4]  # step 4 came twice
     assert steps_of(root) == [3, 4]

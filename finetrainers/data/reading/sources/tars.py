@@ -33,7 +33,7 @@ _TEXT = ("txt", "caption")
 _BRACES = re.compile(r"\{([^{}]+)\}")
 _MAX_SHARDS = 100_000
 #: Times its own size that an archive may unpack to, and bytes beyond that. Media hardly shrink; bitmaps may, tenfold.
-_MAX_RATIO, _MIN_LIMIT_BYTES = 100, 1 << 30
+_MAX_RATIO, _MIN_LIMIT_BYTES = 100, 128 << 20
 
 
 def read_tars(pattern: Path, data: DataSection, media: MediaFolder, findings: Findings) -> list[Row]:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from filelock import FileLock
 from pydantic import TypeAdapter
 
 from finetrainers.utils.append_log import whole_lines
+from finetrainers.utils.files import sweep_unfinished, unfinished_path
 from finetrainers.utils.text import file_size
 
 from ..status import InvalidSample
@@ -61,6 +61,7 @@ class MediaFolder:
         journal.parent.mkdir(parents=True, exist_ok=True)
         # Every process of a run plans its data: one unpacks, the others wait for it and read its journal.
         with FileLock(f"{journal}.lock"):
+            sweep_unfinished(self.directory)
             journaled, complete = self._read(journal)
             if not complete and (limit is None or len(journaled) < limit):
                 with open(journal, "a", encoding="utf-8") as file:
@@ -95,7 +96,7 @@ class MediaFolder:
         """
         self._check_free_space(size)
         digest = hashlib.sha256()
-        temporary = self.directory / f".{socket.gethostname()}.{os.getpid()}.tmp"
+        temporary = unfinished_path(self.directory / "media")
         written = 0
         try:
             with open(temporary, "wb") as file:
