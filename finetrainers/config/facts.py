@@ -85,6 +85,7 @@ class Facts:
         text_sees_image: whether the text encoder is given the image that a clip starts from, so that text and image are
             encoded together.
         guidance: default guidance scale of samples, for networks that take guidance as an input, or None for others.
+        least_frames: fewest frames of a clip that diffusers' pipeline samples without NaN.
         least_steps: fewest denoising steps that the checkpoint's scheduler can take.
         lora_targets: modules that LoRA targets by default.
         unused: expression searched in names of weights that predictions do not depend on here, such as those of sound:
@@ -120,6 +121,7 @@ class Facts:
     animates: bool = False
     text_sees_image: bool = False
     guidance: float | None = None
+    least_frames: int = 1
     least_steps: int = 1
     lora_targets: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")
     unused: str | None = None

@@ -87,10 +87,16 @@ class Kandinsky5AttnProcessor:
 
 
 def _rotate(x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of channels in fp32, rounded to bf16 as in the pipeline, whatever the dtype of the network."""
+    """Rotate pairs of channels in fp32, rounded to bf16 as in the pipeline, whatever the dtype of the network.
+
+    Gradients of a network in fp32 are not rounded.
+    """
     first, second = x_BSHD.float().unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
-    return rotated.flatten(-2).to(torch.bfloat16).type_as(x_BSHD)
+    rotated = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1).flatten(-2)
+    if x_BSHD.dtype == torch.bfloat16:
+        return rotated.to(torch.bfloat16)
+    rounding = rotated.detach().to(torch.bfloat16).float() - rotated.detach()  # exact, and so is its sum with `rotated`
+    return (rotated + rounding).type_as(x_BSHD)
 
 
 class _TextPositions(Kandinsky5RoPE1D):
@@ -225,7 +231,8 @@ class Kandinsky5Spec(ModelSpec):
         outputs={"visual_rope_embeddings": 1}, entries={"visual_transformer_blocks.0": 1},
         unsplit=("visual_embeddings",), last="out_layer.out_layer",
     )  # fmt: skip
-    unquantized = ("embeddings", "modulation", "norm", "^out_layer")
+    unquantized = ("embeddings", "^text_transformer_blocks", "modulation", "norm", "^out_layer")
+    fp32_weights = ("modulation", "time_embeddings")
     streams: ClassVar = {
         "^time_embeddings|^pooled_text_embeddings|modulation": "time", "^text_embeddings": "prompt",
         r"^text_transformer_blocks|cross_attention\.to_(key|value)": "text", "": "video",
@@ -350,7 +357,7 @@ class Kandinsky5Spec(ModelSpec):
             raise InputError("this transformer of kandinsky5 does not take a first frame", "unsupported")
         text, text_mask = _cut_text(conditions)
         cells = x.shape[2], *(side // patch for side, patch in zip(x.shape[3:], network.config.patch_size[1:]))
-        prediction: Tensor = transformer(
+        prediction = transformer(
             hidden_states=x.permute(0, 2, 3, 4, 1),
             encoder_hidden_states=text.to(dtype),
             # In fp32: bf16 would round noise levels to 1/256.
@@ -359,9 +366,11 @@ class Kandinsky5Spec(ModelSpec):
             visual_rope_pos=[torch.arange(count, device=device) for count in cells],
             text_rope_pos=torch.arange(text.shape[1], device=device),
             scale_factor=self._position_scale(*x.shape[3:]),
-            text_mask=text_mask,
+            **({} if text_mask is None else {"text_mask": text_mask}),
             return_dict=False,
-        )[0]
+        )
+        if isinstance(prediction, tuple):  # diffusers' own network has the tensor alone
+            (prediction,) = prediction
         return prediction.permute(0, 4, 1, 2, 3).float()
 
     def _position_scale(self, height: int, width: int) -> tuple[float, float, float]:

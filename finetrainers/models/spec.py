@@ -89,6 +89,8 @@ class ModelSpec(PretrainedModel):
     unquantized: tuple[str, ...] = (
         "patch_embed", "pos_embed", "x_embedder", "context_embedder", "time_embed", "^proj_in$", "^proj_out$", "norm",
     )  # fmt: skip
+    #: Modules whose frozen weights the network's class keeps in fp32, where these are more than a few: parts of names.
+    fp32_weights: tuple[str, ...] = ()
     #: Tokens that go through each layer, by the first expression found in its name, and the attentions; see `flops`.
     #: Without streams, dropout is refused with `--sp_size`.
     streams: ClassVar[Mapping[str, Stream]] = {}

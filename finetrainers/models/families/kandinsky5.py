@@ -58,6 +58,8 @@ def read(configs: Configs) -> Facts:
         first_frame=first_frame if transformer else "unknown",
         first_frame_p=1.0 if animates else 0.0,
         animates=animates,
+        # The pipeline fits the first four latent frames to the next ones; see `models.kandinsky5.even_start`.
+        least_frames=17 if animates else 1,
         defaults={
             "flow_shift": 5.0,
             "validation_guidance_scale": 5.0,
