@@ -340,6 +340,11 @@ class Kandinsky5Spec(ModelSpec):
             ValueError: a first frame is given, and the network has no mask for it.
         """
         network = unwrap(transformer)
+        if len(x_BCTHW) > 1 and not isinstance(network, Kandinsky5Transformer3DModel):  # diffusers' own has no mask
+            rows = [slice(row, row + 1) for row in range(len(x_BCTHW))]
+            metas = [replace(meta, fps=meta.fps[r], extra={n: e[r] for n, e in meta.extra.items()}) for r in rows]
+            inputs = zip(rows, metas, strict=True)
+            return torch.cat([self.predict(network, x_BCTHW[r], t[r], conditions.rows(r), m) for r, m in inputs])
         dtype, device = input_dtype(network), x_BCTHW.device
         is_given = None
         if t.ndim == 2:
