@@ -27,6 +27,7 @@ from diffusers.models.transformers.transformer_kandinsky import Kandinsky5RoPE1D
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
+from finetrainers.config.facts import Activations
 from finetrainers.diffusion.schedule import sampling_times
 from finetrainers.utils.failures import InputError
 
@@ -226,6 +227,24 @@ class Kandinsky5Spec(ModelSpec):
     text_calls: ClassVar = {
         "text_encoder": (_TEXT_TOKENS + _TEMPLATE_TOKENS, True), "text_encoder_2": (_CLIP_TOKENS, False),
     }  # fmt: skip
+    #: Counted for 49x512x768 on Lite.
+    activations: ClassVar = {
+        "lora": Activations(
+            kept=(28.5,), outside=9.6, checkpointed=1.0, forward=12.5, backward=39.1, attention=2.06, between=2.6
+        ),
+        "lora without autocast": Activations(
+            kept=(24.45,), outside=11.1, checkpointed=1.0, forward=12.4, backward=34.9, attention=2.06, between=3.4
+        ),
+        "full-finetune": Activations(
+            kept=(47.3,), outside=13.2, checkpointed=1.0, forward=12.4, backward=52.0, attention=2.06, between=8.0
+        ),
+        "full-finetune without autocast": Activations(
+            kept=(47.3,), outside=13.0, checkpointed=1.0, forward=13.4, backward=52.0, attention=2.06, between=7.4
+        ),
+        "full-finetune-bf16": Activations(
+            kept=(47.3,), outside=13.0, checkpointed=1.0, forward=13.4, backward=52.0, attention=2.06, between=7.4
+        ),
+    }
     attention_processor = Kandinsky5AttnProcessor
     token_plan = SequenceParallelPlan(
         outputs={"visual_rope_embeddings": 1}, entries={"visual_transformer_blocks.0": 1},
