@@ -147,13 +147,10 @@ class Kandinsky5Transformer3DModel(diffusers.Kandinsky5Transformer3DModel):
         hidden_states: Tensor,
         encoder_hidden_states: Tensor,
         timestep: Tensor,
-        pooled_projections: Tensor,
-        visual_rope_pos: Sequence[Tensor],
-        text_rope_pos: Tensor,
-        scale_factor: Sequence[float] = (1.0, 1.0, 1.0),
-        sparse_params: Any = None,
+        *,
         text_mask: Tensor | None = None,
         return_dict: bool = True,
+        **call: Any,
     ) -> Any:
         """Return the prediction `[B, T, H, W, C]`, in a tuple or in diffusers' class.
 
@@ -161,22 +158,20 @@ class Kandinsky5Transformer3DModel(diffusers.Kandinsky5Transformer3DModel):
             hidden_states: noisy latents, with channels of the condition and its mask where the network has them.
             encoder_hidden_states: states of the prompts `[B, L, D]`.
             timestep: noise levels in thousandths, `[B]`.
-            pooled_projections: CLIP's states of the prompts, `[B, D2]`.
-            visual_rope_pos, text_rope_pos: positions along each axis, and of the text.
-            scale_factor: divisors of the positions along each axis.
-            sparse_params: of the pipeline's sparse attention, which is not used.
             text_mask: `[B, L]`, False for padding, or None if there is none.
             return_dict: whether to return diffusers' class.
+            call: the base class's further arguments: `pooled_projections` `[B, D2]` of CLIP, `visual_rope_pos` along
+                each axis, divided by `scale_factor`, and `text_rope_pos`. `sparse_params` are not used.
         """
-        times = self.time_embeddings(timestep) + self.pooled_text_embeddings(pooled_projections)
+        times = self.time_embeddings(timestep) + self.pooled_text_embeddings(call["pooled_projections"])
         tokens, text = self.visual_embeddings(hidden_states), self.text_embeddings(encoder_hidden_states)
-        positions = self.text_rope_embeddings(text_rope_pos)
+        positions = self.text_rope_embeddings(call["text_rope_pos"])
         keys = None if text_mask is None else text_mask[:, None, None, :]
         for block in self.text_transformer_blocks:
             text = block(text, times, positions if keys is None else (*positions, keys))
         shape = tokens.shape[:4]
         tokens, context = tokens.flatten(1, 3), text if keys is None else (text, keys)
-        positions = self.visual_rope_embeddings(shape, visual_rope_pos, scale_factor)
+        positions = self.visual_rope_embeddings(shape, call["visual_rope_pos"], call["scale_factor"])
         checkpoints = torch.is_grad_enabled() and self.gradient_checkpointing
         for block in self.visual_transformer_blocks:
             inputs = tokens, context, times, positions, None
@@ -380,7 +375,8 @@ class Kandinsky5Spec(ModelSpec):
         elif is_given is not None:
             raise InputError("this transformer of kandinsky5 does not take a first frame", "unsupported")
         text, text_mask = _cut_text(conditions)
-        cells = x.shape[2], *(side // patch for side, patch in zip(x.shape[3:], network.config.patch_size[1:]))
+        patches = network.config.patch_size
+        cells = (size // patch for size, patch in zip(x.shape[2:], patches, strict=True))
         prediction = transformer(
             hidden_states=x.permute(0, 2, 3, 4, 1),
             encoder_hidden_states=text.to(dtype),

@@ -63,7 +63,9 @@ def adapted(spec: ModelSpec, stored: ActivationMemory = "checkpoint") -> nn.Modu
     torch.manual_seed(0)
     network: Any = spec.load_transformer(torch.float32)
     network.requires_grad_(False)
-    network.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=[*spec.facts.lora_targets[:2]], init_lora_weights=False))
+    network.add_adapter(
+        LoraConfig(r=4, lora_alpha=4, target_modules=[*spec.facts.lora_targets[:2]], init_lora_weights=False)
+    )
     set_activation_memory(network.train(), stored, blocks=spec.block_modules(network))
     return network
 

@@ -68,7 +68,11 @@ LEARNED = [
 @pytest.mark.rotating
 @pytest.mark.parametrize(("family", "training_type", "batch_size"), LEARNED)
 def test_learns_and_reloads(
-    family: str, training_type: str, batch_size: int, options: Callable[..., dict], run: Callable[..., Any],
+    family: str,
+    training_type: str,
+    batch_size: int,
+    options: Callable[..., dict],
+    run: Callable[..., Any],
     tiny_repo: Callable[..., Path],
 ) -> None:
     section = ModelSection(model_name=family, pretrained_model_name_or_path=str(tiny_repo(family)))

@@ -80,8 +80,8 @@ def test_samples_are_those_of_the_pipeline(
         given["control_video"] = (video / 2 + 0.5).transpose(1, 2)
     code, frames = sample(
         tmp_path / "lora", "--model_name", family, "--pretrained_model_name_or_path", repository, "--prompts", PROMPT,
-        "--size", f"{sampled_frames(spec.facts)}x64x64", "--seed", SEED, "--num_inference_steps", 2, "--guidance_scale", 2.5,
-        "--lora_scale", 0.5,
+        "--size", f"{sampled_frames(spec.facts)}x64x64", "--seed", SEED, "--num_inference_steps", 2,
+        "--guidance_scale", 2.5, "--lora_scale", 0.5,
         "--compare", "base", "--output_dir", tmp_path / "out", *FP32,
         *(["--text_encoder_2_dtype", "fp32"] if "text_encoder_2" in spec.facts.parts else []), *flags,
     )  # fmt: skip

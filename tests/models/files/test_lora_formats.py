@@ -48,8 +48,15 @@ PUBLISHED = {
     "cogvideox": (CogVideoXTransformer3DModel, {"num_layers": 1, "ofs_embed_dim": 512}),
     "kandinsky5": (
         Kandinsky5Transformer3DModel,
-        {"in_visual_dim": 16, "out_visual_dim": 16, "model_dim": 1792, "ff_dim": 7168, "num_text_blocks": 1,
-         "num_visual_blocks": 1, "visual_cond": True},
+        {
+            "in_visual_dim": 16,
+            "out_visual_dim": 16,
+            "model_dim": 1792,
+            "ff_dim": 7168,
+            "num_text_blocks": 1,
+            "num_visual_blocks": 1,
+            "visual_cond": True,
+        },
     ),
     "mochi": (MochiTransformer3DModel, {"num_layers": 2}),
     "wan": (
