@@ -8,7 +8,7 @@ repository and are not applied to replacements. A replacement may be a single we
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ModelMixin
 from diffusers.hooks import apply_layerwise_casting
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.sections import ModelSection
@@ -209,17 +209,42 @@ def _freeze(model: Any, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-_UNUSED = "_finetrainers_unused"
+_UNUSED, _UNUSED_LAYERS = "_finetrainers_unused", "_finetrainers_unused_layers"
 
 
-def mark_unused(network: nn.Module, pattern: str | None) -> None:
-    """Mark the weights of a network that training leaves as they are; see `Facts.unused`."""
-    network.__dict__[_UNUSED] = pattern
+def mark_unused(network: nn.Module, pattern: str | None, layers: Sequence[str]) -> None:
+    """Mark the weights of a network that training leaves as they are, and layers; see `leave_out_unused`.
+
+    Args:
+        network: the network.
+        pattern: `Facts.unused`.
+        layers: `ModelSpec.unused_layers`.
+    """
+    network.__dict__ |= {_UNUSED: pattern, _UNUSED_LAYERS: frozenset(layers)}
 
 
 def unused_weights(network: nn.Module) -> str | None:
     """Return the expression that is found in the names of a network's unused weights, or None if it has none."""
     return network.__dict__.get(_UNUSED)
+
+
+def leave_out_unused(network: nn.Module) -> None:
+    """Replace a network's unused layers by ones without weights: where they were mapped from a file, they stay there.
+
+    A network that is written as a whole must keep them.
+    """
+    layers = network.__dict__.get(_UNUSED_LAYERS, ())
+    for parent in [*network.modules()]:
+        for name in layers & dict(parent.named_children()).keys() if layers else ():
+            setattr(parent, name, _LeftOut())
+
+
+class _LeftOut(nn.Module):
+    """Takes the place of a layer whose output no prediction depends on."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return zeros."""
+        return torch.zeros_like(hidden_states)
 
 
 _FIXED_DTYPE = "_finetrainers_input_dtype"

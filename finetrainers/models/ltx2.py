@@ -120,6 +120,7 @@ class LTX2Spec(ModelSpec):
     }
     attention_processor = LTX2AttnProcessor
     token_plan = SequenceParallelPlan(inputs={"hidden_states": 1, "timestep": 1}, outputs={"rope": 1})
+    unused_layers = ("audio_attn1", "audio_attn2", "audio_ff", "audio_to_video_attn", "video_to_audio_attn")
     texts_at_once = 1
     text_version = "prompt before learned tokens"  # diffusers had them interleaved until June 2026
     text_calls: ClassVar = {"text_encoder": (_TEXT_TOKENS, True)}

@@ -51,6 +51,9 @@ class PretrainedModel(ABC):
     #: Class of the processor that runs the blocks' attention by a chosen backend, or None, so that `--attn_backend` and
     #: `--sp_size` are refused.
     attention_processor: type[Any] | None = None
+    #: Names of modules, all of whose weights are `Facts.unused`, which return states of the shape of their input: they
+    #: are left out of networks that are not written as a whole.
+    unused_layers: ClassVar[Sequence[str]] = ()
 
     def __init__(self, config: ModelSection, *, name: str, read: Read) -> None:
         self.config = config
@@ -136,7 +139,7 @@ class PretrainedModel(ABC):
         """
         part = self.facts.trained
         network = common.load_network(self.parts[part], self.config, part, {"torch_dtype": dtype}, folder=folder)
-        common.mark_unused(network, self.facts.unused)
+        common.mark_unused(network, self.facts.unused, self.unused_layers)
         return self._with_attention(network)
 
     def load_scheduler(self) -> Any:
@@ -146,7 +149,7 @@ class PretrainedModel(ABC):
     def transformer_on_meta(self) -> nn.Module:
         """Build the network that is trained on the meta device, without weights, for dry runs."""
         network = common.on_meta(self.parts[self.facts.trained], self.config, self.facts.trained)
-        common.mark_unused(network, self.facts.unused)
+        common.mark_unused(network, self.facts.unused, self.unused_layers)
         return network if self.attention_processor is None else self._with_attention(network)
 
     def experts_on_meta(self) -> dict[str, nn.Module]:

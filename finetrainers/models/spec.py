@@ -25,7 +25,7 @@ from finetrainers.utils.failures import InputError
 
 from . import common, given_frames
 from .batch import Batch, ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta, even_bounds, noised
-from .common import DTYPES, fix_input_dtype, input_dtype, unused_weights
+from .common import DTYPES, fix_input_dtype, input_dtype, leave_out_unused, unused_weights
 from .compiling import compile_blocks, unwrap
 from .decoding import decode_gradient, decode_videos, recompute_decoder
 from .files.files import MODEL_INDEX
@@ -44,8 +44,8 @@ __all__ = [
     "DTYPES", "FIRST_FRAME", "MOMENTS", "OPERATOR_BODIES", "Batch", "Conditions", "FlopMeter", "ModelComponents",
     "ModelSpec", "Parts", "PromptEmbeds", "SampleRequest", "VAEStats", "VideoMeta", "are_mapped", "check_split",
     "decode_gradient", "encoded_bytes", "even_bounds", "fix_input_dtype", "frozen_bytes", "input_dtype",
-    "network_on_meta", "pixel_size", "remove_full", "tiled_for_memory", "to_unit_range", "unused_weights", "unwrap",
-    "vae_working_bytes", "weight_files",
+    "leave_out_unused", "network_on_meta", "pixel_size", "remove_full", "tiled_for_memory", "to_unit_range",
+    "unused_weights", "unwrap", "vae_working_bytes", "weight_files",
 ]  # fmt: skip
 Conditions, Parts = PromptEmbeds, ModelComponents  # their names in version 0.1, for families from outside
 

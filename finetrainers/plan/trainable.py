@@ -23,7 +23,7 @@ from finetrainers.memory.quantization import quantizable_layers
 from finetrainers.methods.reference import REFERENCE_ADAPTER
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.registry import build_tiny
-from finetrainers.models.spec import DTYPES, ModelSpec, unused_weights
+from finetrainers.models.spec import DTYPES, ModelSpec, leave_out_unused, unused_weights
 from finetrainers.utils.device import meta_device
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.seeding import derive_seed
@@ -97,6 +97,8 @@ def _build_without_weights(checked: ResolvedRun, *, stand_in: bool) -> nn.Module
 def make_trainable(transformer: nn.Module, training: TrainingSection) -> None:
     """Make the weights that `training_type` names trainable, and only those; LoRA weights are fp32.
 
+    Unused layers are left out, except for full finetuning, whose results are whole networks.
+
     Raises:
         ConfigError: a LoRA target matches no module.
     """
@@ -114,6 +116,7 @@ def make_trainable(transformer: nn.Module, training: TrainingSection) -> None:
         init_lora_weights=True,
     )
     _add_adapter(transformer, settings, "default", seed=derive_seed(training.seed, "lora"))
+    leave_out_unused(transformer)
 
 
 def train_all(transformer: nn.Module) -> None:

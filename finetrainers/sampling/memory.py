@@ -9,7 +9,7 @@ from finetrainers.config.sections import TrainingSection
 from finetrainers.memory.fit import fits, with_reserve
 from finetrainers.memory.network_weights import NetworkWeights
 from finetrainers.memory.phases import RunSizes, plan_run
-from finetrainers.models.spec import ModelSpec, frozen_bytes
+from finetrainers.models.spec import ModelSpec, frozen_bytes, leave_out_unused
 from finetrainers.plan.trainable import trainable_dtype
 from finetrainers.utils.phases import VALIDATION
 from finetrainers.utils.text import file_size
@@ -32,6 +32,7 @@ def sampling_bytes(plan: SamplePlan, spec: ModelSpec) -> float:
     }
     config = config.model_copy(update=tables)
     network = spec.transformer_on_meta().requires_grad_(False)
+    leave_out_unused(network)
     networks = (*spec.facts.networks[:-1], *filter(is_network, spec.facts.companions))
     around = RunSizes(
         bucket=max(sizes, key=lambda size: spec.facts.geometry.num_tokens(*size)),

@@ -20,7 +20,7 @@ from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.config.root import TrainConfig
 from finetrainers.memory.quantized_encoders import load_text_encoders
 from finetrainers.models.registry import Family
-from finetrainers.models.spec import DTYPES, are_mapped
+from finetrainers.models.spec import DTYPES, are_mapped, leave_out_unused
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.trainable import trainable_dtype
 from finetrainers.training.sampling import (
@@ -173,6 +173,7 @@ class Sampler:
             attach_lora(weights.path, network, spec=self.spec)
         if weights.averages is not None:
             load_ema_weights(weights.averages, network)
+        leave_out_unused(network)
         if weights.kind != "full":
             store_frozen_weights(network, self.config, self.spec, dtype=dtype, device=self._storing_device)
         return network.eval().requires_grad_(False)

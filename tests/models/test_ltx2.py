@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,31 @@ def test_ltx_2_5_is_refused() -> None:
     assert (read({}).version, read({"transformer": {"cross_attn_mod": True}}).version) == ("LTX-2.0", "LTX-2.3")
     with refused("unsupported", "LTX-2.5"):
         read({"transformer": {"cross_attn_mod": True, "ff_bias": False}})
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_lora_run_holds_no_layers_of_sound(version: str, tiny_repo: Callable[..., Path]) -> None:
+    """The prediction and the gradients are the same without them, bit for bit; full finetuning writes them."""
+    spec = spec_of(tiny_repo("ltx2", version))
+    times = torch.tensor([[0.0, 0.7, 0.7], [0.3, 0.3, 0.3]])
+    training = TrainingSection(rank=2, lora_alpha=2, target_modules=[*spec.facts.lora_targets])
+    whole, light = spec.load_transformer(torch.float32), spec.load_transformer(torch.float32)
+    make_trainable(light, training)
+    layers = {layer: [name for name, _ in whole.named_parameters() if layer in name] for layer in spec.unused_layers}
+    assert all(layers.values())
+    assert {name for name, _ in light.named_parameters()}.isdisjoint(chain.from_iterable(layers.values()))
+    whole.add_adapter(light.peft_config["default"], adapter_name="default")  # type: ignore[operator, union-attr, index]
+    whole.load_state_dict(light.state_dict(), strict=False)
+    results = []
+    for network in (whole, light):
+        out = predicted(spec, network, times)
+        out.square().sum().backward()
+        grads = {name: p.grad for name, p in trainable_parameters(network).items()}
+        results.append((out, grads))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1].keys() == results[1][1].keys()
+    assert all(torch.equal(results[0][1][name], grad) for name, grad in results[1][1].items())
+    full = spec.transformer_on_meta()
+    names = {name for name, _ in full.named_parameters()}
+    make_trainable(full, TrainingSection(training_type="full-finetune"))
+    assert {name for name, _ in full.named_parameters()} == names
