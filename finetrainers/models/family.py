@@ -135,7 +135,7 @@ class Family:
         trained = trained_part(config)
         source = config.transformer_id or config.pretrained_model_name_or_path
         if is_hub_id(source) and (similar_model := id_lookalike(source)) is not None:
-            message = f"{source} is {similar_model.name}: {similar_model.use}"
+            message = f"{source} is {similar_model.description}"
             yield Problem(source_option(config, trained), message, "unsupported")
             return
         vae, transformer = (configs.get(part, {}) for part in ("vae", trained))
@@ -145,7 +145,7 @@ class Family:
             similar_model = None if others else class_lookalike(actual)
             remedy = f"use --model_name {others[0]}" if others else "no model family here supports it"
             if similar_model is not None:
-                remedy = f"that is {similar_model.name}: {similar_model.use}"
+                remedy = f"that is {similar_model.description}"
             if part != trained and trained not in foreign:
                 remedy = f"use the VAE of a {self.name} checkpoint"
             source = replacement_source(config, part) or config.pretrained_model_name_or_path
@@ -160,7 +160,7 @@ class Family:
             similar_model = class_lookalike(pipeline)
             remedy = "if its transformer is compatible, set it as --transformer_id"
             if similar_model is not None:
-                remedy = f"that is {similar_model.name}: {similar_model.use}"
+                remedy = f"that is {similar_model.description}"
             yield Problem(
                 "--pretrained_model_name_or_path",
                 f"{config.pretrained_model_name_or_path} is made for {pipeline}, and {self.name} trains checkpoints "

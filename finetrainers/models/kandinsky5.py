@@ -1,12 +1,12 @@
-"""Kandinsky 5.0 Video, Lite and Pro: a flow transformer over HunyuanVideo's latents, with Qwen2.5-VL and CLIP texts.
+"""Kandinsky 5.0 Video, Lite and Pro: a flow transformer over HunyuanVideo's latents, with prompts by Qwen2.5-VL and CLIP.
 
-The network has channels last and its own names for everything. Text goes through a few blocks of its own attention, and
-the video's tokens attend to the result. The pipelines give texts without a mask, and so does training at batch size 1,
-where the text is cut to the prompt. In larger batches attention masks the padding, as in the authors' repository, so
-that each row is what the pipeline computes of it alone.
+The network has channels last and its own names for everything. Prompts go through a few blocks of their own, and the
+video's tokens attend to the result. The pipelines give prompts without a mask, and so does training at batch size 1,
+where the padding is cut. In larger batches attention masks the padding, as in the authors' repository, so that each row
+is what the pipeline computes of it alone.
 
-A given first frame is clean in its place, marked on a channel, and encoded by itself. The network is told one noise
-level, that of the other frames.
+A given first frame is clean in its place, marked on a channel, and encoded by itself. The network gets one noise level,
+that of the other frames.
 
 Attention is dense. Checkpoints for 10 seconds and for high resolution were trained with sparse attention (NABLA), which
 leaves out pairs of blocks of tokens with little weight.
@@ -207,7 +207,7 @@ class Kandinsky5Spec(ModelSpec):
     """
 
     parts: ClassVar = {
-        # The repositories have a processor of texts and images; texts need its tokenizer alone, without torchvision.
+        # The repositories have a processor, which needs torchvision for images; prompts need its tokenizer alone.
         "tokenizer": Qwen2Tokenizer,
         "text_encoder": Qwen2_5_VLForConditionalGeneration,
         "tokenizer_2": CLIPTokenizer,
@@ -430,7 +430,7 @@ class Kandinsky5Spec(ModelSpec):
         return pipeline
 
     def pipeline_call(self, conditions: PromptEmbeds, negative: PromptEmbeds, request: SampleRequest) -> dict[str, Any]:
-        """Return the pipeline's arguments, with texts that are cut to their prompts."""
+        """Return the pipeline's arguments, with prompt embeddings without padding."""
         call = super().pipeline_call(conditions, negative, request)
         for prefix, texts in (("", conditions), ("negative_", negative)):
             for name in texts.tensors:
@@ -445,7 +445,7 @@ class Kandinsky5Spec(ModelSpec):
 
 
 def _cut_text(conditions: PromptEmbeds) -> tuple[Tensor, Tensor | None]:
-    """Return the texts of a batch, cut if they have one length, and else with the mask of their padding."""
+    """Return the prompt embeddings of a batch, cut if they have one length, else with the mask of their padding."""
     text, mask, lengths = conditions["prompt_embeds"], conditions["prompt_attention_mask"], conditions.lengths
     if lengths is None and len(text) == 1:  # this waits for the device
         lengths = (int(mask.sum()),)

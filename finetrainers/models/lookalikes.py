@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass
 
 _IMAGES = "it makes images, and all families here make videos; use a trainer of image models"
-_OTHER = "use a video model of a supported family"
 _BASE = "training would undo the distillation; train the model that it was distilled from"
 
 
@@ -20,7 +19,7 @@ class Lookalike:
 
     Attributes:
         name: what they are, as messages name them.
-        use: what to use instead, or why not, as the end of a sentence.
+        use: what to use instead, or why not, as the end of a sentence; may be empty.
         classes: their transformers and pipelines, as configs state them.
         names: expression for the beginning of a name of the model, in plain letters and digits.
         ids: expression searched in their Hub ids, in plain letters and digits, where classes do not tell.
@@ -31,6 +30,11 @@ class Lookalike:
     classes: tuple[str, ...] = ()
     names: str = ""
     ids: str = ""
+
+    @property
+    def description(self) -> str:
+        """Name, and what to use instead."""
+        return f"{self.name}: {self.use}" if self.use else self.name
 
 
 #: The first one that matches counts.
@@ -90,11 +94,11 @@ LOOKALIKES = (
         ("ConsisIDTransformer3DModel", "ConsisIDPipeline"), "consisid",
     ),
     Lookalike(
-        "Stable Video Diffusion or AnimateDiff", f"it has a U-Net; {_OTHER}",
+        "Stable Video Diffusion or AnimateDiff", "it has a U-Net, and all families here have transformers",
         ("UNetSpatioTemporalConditionModel", "UNetMotionModel", "UNet3DConditionModel"), "animatediff|svd",
     ),
     Lookalike(
-        "a video model without a family here", _OTHER,
+        "a video model without a family here", "",
         (
             "AllegroTransformer3DModel", "CosmosTransformer3DModel", "Cosmos3OmniTransformer",
             "EasyAnimateTransformer3DModel", "HeliosTransformer3DModel", "LatteTransformer3DModel",
@@ -125,17 +129,17 @@ def plain_name(name: str) -> str:
 
 def class_lookalike(*names: object) -> Lookalike | None:
     """Return the first kind with one of these classes, or None."""
-    return next((one for one in LOOKALIKES if any(name in one.classes for name in names)), None)
+    return next((model for model in LOOKALIKES if any(name in model.classes for name in names)), None)
 
 
 def id_lookalike(hub_id: str) -> Lookalike | None:
     """Return the kind that a Hub id shows, whose classes are those of a family, or None."""
     plain = plain_name(hub_id)
-    return next((one for one in LOOKALIKES if one.ids and re.search(one.ids, plain)), None)
+    return next((model for model in LOOKALIKES if model.ids and re.search(model.ids, plain)), None)
 
 
 def name_lookalike(name: str) -> tuple[Lookalike, str] | None:
     """Return the kind that a name of a family begins with, and that beginning in plain letters, or None."""
     plain = plain_name(name)
-    matches = ((one, re.match(one.names, plain)) for one in LOOKALIKES if one.names)
-    return next(((one, match[0]) for one, match in matches if match), None)
+    matches = ((model, re.match(model.names, plain)) for model in LOOKALIKES if model.names)
+    return next(((model, match[0]) for model, match in matches if match), None)

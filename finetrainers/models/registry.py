@@ -72,7 +72,8 @@ def get_family(name: str) -> Family:
     plain = plain_name(name)
     similar_model = name_lookalike(name)
     if similar_model and not any(plain_name(other).startswith(similar_model[1]) for other in registered):
-        raise KeyError(f"model family {name!r} is not supported: {similar_model[0].use}; {supported}")
+        advice = f": {similar_model[0].use}" if similar_model[0].use else ""
+        raise KeyError(f"model family {name!r} is not supported{advice}; {supported}")
     completions = [other for other in registered if len(plain) > 2 and plain_name(other).startswith(plain)]
     exact = [other for other in completions if plain_name(other) == plain]
     same = [other for other in registered if _without_video(other) == _without_video(plain)]
@@ -122,7 +123,7 @@ def with_family(model: ModelSection) -> ModelSection:
         else f"it cannot be detected from a config of {source} on this disk"
     )
     if similar_model is not None:
-        reason += f", and that is {similar_model.name}: {similar_model.use}"
+        reason += f", and that is {similar_model.description}"
     raise KeyError(
         "; ".join([f"is required: {reason}", f"supported: {', '.join(sorted(families()))}", *FAMILIES.broken])
     )

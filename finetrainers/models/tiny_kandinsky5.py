@@ -74,7 +74,7 @@ def _text_encoder(vocab_size: int) -> Qwen2_5_VLForConditionalGeneration:
     vision = {
         "depth": 1, "hidden_size": 8, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": _TEXT_WIDTH,
     }  # fmt: skip
-    # Tokens of images, which texts do not have.
+    # Tokens of images, which prompts do not have.
     places: dict[str, Any] = dict.fromkeys(
         ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), vocab_size - 1
     )

@@ -113,7 +113,7 @@ def configs_of(folder, transformer, pipeline):
     ("transformer", "pipeline", "family", "advice"),
     [
         ("WanVACETransformer3DModel", "WanVACEPipeline", "wan", "Wan2.1-T2V-1.3B"),
-        ("WanAnimateTransformer3DModel", "WanAnimatePipeline", "wan", "image-to-video checkpoint of wan"),
+        ("WanAnimateTransformer3DModel", "WanAnimatePipeline", "wan", "Animate"),
         ("HunyuanVideoFramepackTransformer3DModel", "HunyuanVideoFramepackPipeline", "hunyuan_video", "FramePack"),
         ("HunyuanImageTransformer2DModel", "HunyuanImagePipeline", "hunyuan_video", "image"),
         ("WanTransformer3DModel", "LucyEditPipeline", "wan", "Wan2.2-TI2V-5B"),
