@@ -76,6 +76,9 @@ def recorded_waits() -> Iterator[list[str]]:
     waits: list[str] = []
     with pytest.MonkeyPatch.context() as patch, _Functions(waits), _Operations(waits):
         patch.setattr(Tensor, "pin_memory", lambda tensor: tensor)  # a build for the CPU has none
+        # There is none for the meta device.
+        autocast, devices = torch.autocast, {"meta": "cpu"}
+        patch.setattr(torch, "autocast", lambda device, *a, **k: autocast(devices.get(device, device), *a, **k))
         yield waits
 
 

@@ -101,8 +101,13 @@ NETWORKS = {
 
 
 def published_repository(tiny: Path, directory: Path, transformer: dict[str, Any]) -> Path:
-    """Configs without weights: the tiny repository's, which has the published VAE's and scheduler's rules."""
-    for part in ("vae", "scheduler"):
+    """Configs without weights: the tiny repository's, which has the published VAE's and scheduler's rules.
+
+    Parts of transformers have none, so that they are not counted.
+    """
+    index = json.loads((tiny / "model_index.json").read_text())
+    libraries = {name: value[0] for name, value in index.items() if isinstance(value, list) and name != "transformer"}
+    for part in (name for name, library in libraries.items() if library not in (None, "transformers")):
         copytree(tiny / part, directory / part, ignore=lambda _, names: [n for n in names if not n.endswith(".json")])
     (directory / "transformer").mkdir()
     (directory / "transformer" / "config.json").write_text(json.dumps(transformer), encoding="utf-8")

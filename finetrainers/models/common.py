@@ -228,23 +228,33 @@ def unused_weights(network: nn.Module) -> str | None:
     return network.__dict__.get(_UNUSED)
 
 
-def leave_out_unused(network: nn.Module) -> None:
-    """Replace a network's unused layers by ones without weights: where they were mapped from a file, they stay there.
+def leave_out_unused(network: nn.Module, *, has_weights: bool = False) -> None:
+    """Replace a network's unused layers by ones that return zeros.
 
-    A network that is written as a whole must keep them.
+    Args:
+        network: the network.
+        has_weights: whether their weights stay, for a network that is written as a whole. Others are not even read
+            where a file is mapped.
     """
     layers = network.__dict__.get(_UNUSED_LAYERS, ())
-    for parent in [*network.modules()]:
-        for name in layers & dict(parent.named_children()).keys() if layers else ():
-            setattr(parent, name, _LeftOut())
+    for parent in [*network.modules()] if layers else ():
+        for name in layers & dict(parent.named_children()).keys():
+            if has_weights:
+                parent.get_submodule(name).forward = _return_zeros  # type: ignore[method-assign, assignment]
+            else:
+                setattr(parent, name, _LeftOut())
+
+
+def _return_zeros(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.zeros_like(hidden_states)
 
 
 class _LeftOut(nn.Module):
     """Takes the place of a layer whose output no prediction depends on."""
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """Return zeros."""
-        return torch.zeros_like(hidden_states)
+        return _return_zeros(hidden_states)
 
 
 _FIXED_DTYPE = "_finetrainers_input_dtype"

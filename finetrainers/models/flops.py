@@ -120,6 +120,7 @@ def flops_formula(
     attentions: Sequence[AttentionSpec],
     blocks: Sequence[str],
     width: int,
+    unused: str | None = None,
 ) -> Flops:
     """Build the formula of a network's operations, including adapters.
 
@@ -133,9 +134,10 @@ def flops_formula(
         attentions: attentions of the network.
         blocks: names of its lists of blocks.
         width: width of a token.
+        unused: expression searched in the names of layers that predictions do not depend on, or None.
     """
-    base = [p.requires_grad for name, p in network.named_parameters() if "lora_" not in name]
-    trains_all = all(base)
+    ignored = re.compile("lora_" if unused is None else f"lora_|{unused}")
+    trains_all = all(p.requires_grad for name, p in network.named_parameters() if not ignored.search(name))
     forward: dict[Stream, float] = {}
     backward: dict[Stream, float] = {}
     is_entry = True  # until the first block
@@ -145,9 +147,9 @@ def flops_formula(
             continue
         stream = find_stream(name, streams)
         operations = 2.0 * _size(layer)
-        gets_gradient = (
-            trains_all or "lora_B" in name or not (is_entry or stream in ("prompt", "glyph", "image", "time", "clip"))
-        )
+        is_input = is_entry or stream in ("prompt", "glyph", "image", "time", "clip")
+        is_unused = unused is not None and re.search(unused, name) is not None
+        gets_gradient = not is_unused and (trains_all or "lora_B" in name or not is_input)
         gradients = int(layer.weight.requires_grad) + int(gets_gradient)
         forward[stream] = forward.get(stream, 0.0) + operations
         backward[stream] = backward.get(stream, 0.0) + operations * gradients

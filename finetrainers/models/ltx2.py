@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import Gemma3ForConditionalGeneration, GemmaTokenizerFast
 
 from finetrainers.config.facts import Activations
+from finetrainers.utils.device import to_device
 
 from . import common
 from .batch import ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta
@@ -119,7 +120,7 @@ class LTX2Spec(ModelSpec):
         "transformer": LTX2VideoTransformer3DModel,
     }
     attention_processor = LTX2AttnProcessor
-    token_plan = SequenceParallelPlan(inputs={"hidden_states": 1, "timestep": 1}, outputs={"rope": 1})
+    token_plan = SequenceParallelPlan(inputs={"hidden_states": 1, "timestep": 1}, outputs={"rope": -2})
     unused_layers = ("audio_attn1", "audio_attn2", "audio_ff", "audio_to_video_attn", "video_to_audio_attn")
     texts_at_once = 1
     text_version = "prompt before learned tokens"  # diffusers had them interleaved until June 2026
@@ -142,7 +143,8 @@ class LTX2Spec(ModelSpec):
         "modality_scale": 1.0, "audio_modality_scale": 1.0, "audio_guidance_scale": None,
     }  # fmt: skip
     streams: ClassVar = {
-        "audio|av_cross_attn|a2v": "none",  # `Facts.unused`
+        "audio_attn|audio_ff|audio_to_video|video_to_audio": "none",  # `unused_layers`
+        "audio|av_cross_attn|a2v": "clip",  # one token of sound
         "time_embed": "time",
         "prompt_adaln": "clip",
         r"caption_projection|attn2\.to_[kv]": "prompt",
@@ -218,10 +220,10 @@ class LTX2Spec(ModelSpec):
             sigma = timestep.amax(dim=1)
             timestep = timestep.repeat_interleave(height * width, dim=1)  # tokens run over width, height, then time
         text = conditions["prompt_embeds"].to(dtype)
-        # Coordinates are `[B, 3, tokens, 2]`, so the frame rate may differ from row to row.
-        coordinates = network.rope.prepare_video_coords(
-            batch, frames, height, width, x_BCTHW.device, fps=meta.fps.to(x_BCTHW.device, torch.float32)[:, None, None]
-        )
+        # Made on the host, since making them on a GPU waits for it; the frame rate may differ from row to row.
+        host_coordinates = network.rope.prepare_video_coords(batch, frames, height, width, torch.device("cpu"), fps=1.0)
+        coordinates = to_device(host_coordinates, x_BCTHW.device)  # `[B, 3, tokens, 2]`
+        coordinates[:, 0] /= to_device(meta.fps, x_BCTHW.device).float()[:, None, None]
         packed = transformer(
             hidden_states=diffusers.LTX2Pipeline._pack_latents(x_BCTHW).to(dtype),
             audio_hidden_states=text.new_zeros(batch, 1, config.audio_in_channels),

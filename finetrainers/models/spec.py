@@ -148,8 +148,9 @@ class ModelSpec(PretrainedModel):
         if not self.attentions:
             return None
         return flops_formula(
-            network, streams=self.streams, attentions=self.attentions, blocks=self.blocks, width=self.width(network)
-        )
+            network, streams=self.streams, attentions=self.attentions, blocks=self.blocks, width=self.width(network),
+            unused=self.facts.unused,
+        )  # fmt: skip
 
     def count_tokens(self, network: Any, call: Mapping[str, Any]) -> Tokens:
         """Count the tokens of a call of the network from its named arguments."""

@@ -97,7 +97,7 @@ def _build_without_weights(checked: ResolvedRun, *, stand_in: bool) -> nn.Module
 def make_trainable(transformer: nn.Module, training: TrainingSection) -> None:
     """Make the weights that `training_type` names trainable, and only those; LoRA weights are fp32.
 
-    Unused layers are left out, except for full finetuning, whose results are whole networks.
+    Unused layers are left out; in full finetuning, whose results are whole networks, their weights stay.
 
     Raises:
         ConfigError: a LoRA target matches no module.
@@ -121,6 +121,7 @@ def make_trainable(transformer: nn.Module, training: TrainingSection) -> None:
 
 def train_all(transformer: nn.Module) -> None:
     """Make all weights trainable that predictions depend on."""
+    leave_out_unused(transformer, has_weights=True)
     unused = unused_weights(transformer)
     for name, parameter in transformer.named_parameters():
         parameter.requires_grad_(unused is None or re.search(unused, name) is None)

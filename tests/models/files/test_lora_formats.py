@@ -16,6 +16,7 @@ from diffusers import (
     HunyuanVideo15Transformer3DModel,
     HunyuanVideoTransformer3DModel,
     Kandinsky5Transformer3DModel,
+    LTX2VideoTransformer3DModel,
     LTXVideoTransformer3DModel,
     MochiTransformer3DModel,
     WanTransformer3DModel,
@@ -40,6 +41,7 @@ FORMATS = ("diffusers", "comfyui", "kohya", "peft")
 #: Networks of the published widths, with as few blocks as there are kinds of them.
 PUBLISHED = {
     "ltx_video": (LTXVideoTransformer3DModel, {"num_layers": 1}),
+    "ltx2": (LTX2VideoTransformer3DModel, {"num_layers": 1, "cross_attn_mod": True, "gated_attn": True}),
     "hunyuan_video": (
         HunyuanVideoTransformer3DModel,
         {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1},
