@@ -399,10 +399,10 @@ class Kandinsky5Spec(ModelSpec):
         is_small = all(480 <= side <= 854 for side in sides)
         return (1, 2, 2) if is_small else (1, 3.16, 3.16)
 
-    def decode_latents(self, vae: nn.Module, z_BCTHW: Tensor) -> Tensor:
+    def decode_latents(self, vae: Any, z_BCTHW: Tensor) -> Tensor:
         """Decode as the pipeline of the checkpoint, which evens the first frames of clips that start from an image."""
         if self.facts.animates:
-            scale = vae.config.scaling_factor  # type: ignore[union-attr]
+            scale = vae.config.scaling_factor
             even = even_start((z_BCTHW.float() * scale).permute(0, 2, 3, 4, 1)).permute(0, 4, 1, 2, 3)
             z_BCTHW = (even / scale).to(z_BCTHW.dtype)
         return super().decode_latents(vae, z_BCTHW)
