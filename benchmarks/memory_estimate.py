@@ -380,7 +380,9 @@ def zero_errors() -> Iterator[str]:
             plugin.deepspeed_config, batch_size=1, accumulation=micro_batches, processes=processes, max_grad_norm=1.0
         )
         shape = StepShape(
-            (spec.latent_channels(meta), *geometry.denoised_shape(*network.bucket)), trained=torch.bfloat16, autocast=None
+            (spec.latent_channels(meta), *geometry.denoised_shape(*network.bucket)),
+            trained=torch.bfloat16,
+            autocast=None,
         )
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints
             found = count_zero(

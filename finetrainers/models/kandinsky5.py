@@ -1,4 +1,4 @@
-"""Kandinsky 5.0 Video, Lite and Pro: a flow transformer over HunyuanVideo's latents, with prompts by Qwen2.5-VL and CLIP.
+"""Kandinsky 5.0 Video, Lite and Pro: a flow transformer over HunyuanVideo's latents, with Qwen2.5-VL and CLIP.
 
 The network has channels last and its own names for everything. Prompts go through a few blocks of their own, and the
 video's tokens attend to the result. The pipelines give prompts without a mask, and so does training at batch size 1,
