@@ -43,22 +43,22 @@ from .split.sequence import SequenceParallelPlan
 _TEXT_TOKENS = 1024
 #: The network's timestep of process time sigma: `num_train_timesteps` of the published schedulers.
 _TIMESTEPS = 1000.0
-#: Counted memory of activations of 2.0 and of 2.3, whose text and gates take more, with a time per token; see
-#: `Activations`: kept, outside, checkpointed, forward, backward, between.
+#: Counted memory of activations of 2.0 and of 2.3, whose text and gates take more, with a time per token, 121x512x768,
+#: and LoRAs of rank 64; see `Activations`: kept, outside, checkpointed, forward, backward, between.
 _COUNTED: dict[str, dict[str, tuple[float, float, float, float, float, float]]] = {
     "LTX-2.0": {
-        "lora": (39.5, 28.2, 1.0, 28.6, 59.9, 12.6),
-        "lora without autocast": (35.2, 24.6, 1.0, 28.6, 55.6, 11.6),
-        "lora-bf16": (37.1, 28.6, 1.0, 29.1, 57.4, 12.6),
-        "full-finetune": (62.6, 34.0, 2.0, 39.0, 92.0, 19.0),
-        "full-finetune without autocast": (51.3, 28.0, 1.0, 32.0, 79.0, 18.0),
+        "lora": (42.2, 17.6, 1.0, 29.7, 60.8, 12.6),
+        "lora without autocast": (37.8, 13.6, 1.0, 29.6, 56.5, 11.6),
+        "lora-bf16": (39.8, 17.6, 1.0, 30.1, 58.4, 12.6),
+        "full-finetune": (64.0, 28.3, 2.0, 41.0, 89.6, 19.7),
+        "full-finetune without autocast": (53.0, 21.0, 1.0, 33.0, 76.8, 18.1),
     },
     "LTX-2.3": {
-        "lora": (46.3, 33.7, 1.0, 34.5, 70.8, 15.3),
-        "lora without autocast": (40.6, 30.4, 1.0, 34.5, 64.5, 14.3),
-        "lora-bf16": (44.0, 34.3, 1.0, 35.0, 68.3, 15.3),
-        "full-finetune": (79.0, 40.0, 2.0, 49.3, 113.0, 23.0),
-        "full-finetune without autocast": (58.7, 33.5, 1.0, 37.5, 90.0, 20.4),
+        "lora": (50.2, 18.3, 1.0, 35.5, 71.7, 15.3),
+        "lora without autocast": (44.0, 16.3, 1.0, 35.5, 65.4, 14.3),
+        "lora-bf16": (48.0, 18.3, 1.0, 36.0, 69.3, 15.3),
+        "full-finetune": (81.4, 30.7, 2.0, 51.0, 111.9, 22.7),
+        "full-finetune without autocast": (61.2, 23.4, 1.0, 38.6, 89.4, 20.4),
     },
 }
 for _kinds in _COUNTED.values():
