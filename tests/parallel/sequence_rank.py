@@ -9,6 +9,7 @@ them).
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -114,6 +115,7 @@ def models_cases(model: str, repository: str) -> dict[str, Any]:
         found["noise levels per frame"] = differences(spec, pair, group, odd)
     if (family, version or None) in FIRST_VERSIONS:
         layers = [one for one, module in pair[0].named_modules() if isinstance(module, nn.Linear | nn.Conv3d)]
+        layers = [name for name in layers if not re.search(spec.facts.unused or "$^", name)]
         adapted = networks(spec, group, adapted="|".join(layers))
         set_activation_memory(adapted[1], "checkpoint")  # which drops the same places again
         found["dropout"] = differences(spec, adapted, group, {**odd, "batch": 2})

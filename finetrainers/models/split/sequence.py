@@ -34,6 +34,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.parallel import SpMode, heads_problem, ring_problem
 
 from ..batch import even_bounds
+from ..common import leave_out_unused
 from .attention import AttentionFn, set_processors
 from .ring import ring_attention
 from .sequence_dropout import split_dropout
@@ -221,6 +222,7 @@ def share_clips(spec: Any, network: nn.Module, group: dist.ProcessGroup | None, 
     if group is None:
         return
     check_split(spec, dist.get_world_size(group), mode)
+    leave_out_unused(network, has_weights=True)  # their tokens are others than the clip's
     sequence = SequenceGroup(group)
     backend = "native" if spec.config.attn_backend == AUTO else spec.config.attn_backend
     set_processors(spec.block_modules(network), spec.attention_processor(SplitAttend(backend, sequence, mode)))

@@ -69,7 +69,7 @@ def split_dropout(network: nn.Module, spec: Any, sequence: Any) -> None:
             message = f"{spec.name} does not declare the tokens that pass through {name} (`ModelSpec.streams`)"
             raise ConfigError([Problem("--sp_size", f"{message}; remove dropout", "unsupported")])
         stream = find_stream(name, spec.streams)
-        sees_all = stream in ("text", "prompt", "glyph", "image")
+        sees_all = stream in ("text", "prompt", "glyph", "image", "clip", "none")
         if not sees_all and not name.startswith(tuple(f"{module}." for module in (*plan.outputs, *plan.unsplit))):
             split = SplitDropout(module.p, sequence, stream, text_first=bool(plan.text_first))
             network.set_submodule(name, split)
