@@ -103,7 +103,7 @@ LOOKALIKES = (
             "AllegroTransformer3DModel", "CosmosTransformer3DModel", "Cosmos3OmniTransformer",
             "EasyAnimateTransformer3DModel", "HeliosTransformer3DModel", "LatteTransformer3DModel",
             "MiniMaxH3Transformer3DModel", "MotifVideoTransformer3DModel", "SanaVideoTransformer3DModel",
-            "SanaWMTransformer3DModel", "SkyReelsV2Transformer3DModel",
+            "SanaWMTransformer3DModel",
         ),
         "skyreels|cosmos|opensora|allegro|sanavideo|stepvideo|magi|easyanimate|latte|helios|minimax|motif",
     ),
