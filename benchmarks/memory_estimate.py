@@ -321,7 +321,7 @@ def errors() -> Iterator[str]:
             weights = 2 * sizes[False] + 12 * sizes[True]
             for checkpointing in (True, False):
                 for batch in (1, 4):
-                    latent = (meta.config.out_channels, *geometry.denoised_shape(*network.bucket))
+                    latent = (spec.latent_channels(meta), *geometry.denoised_shape(*network.bucket))
                     step = StepShape(
                         latent, batch, "checkpoint" if checkpointing else "none",
                         has_frame_times=network.has_frame_times,
@@ -380,7 +380,9 @@ def zero_errors() -> Iterator[str]:
             plugin.deepspeed_config, batch_size=1, accumulation=micro_batches, processes=processes, max_grad_norm=1.0
         )
         shape = StepShape(
-            (meta.config.out_channels, *geometry.denoised_shape(*network.bucket)), trained=torch.bfloat16, autocast=None
+            (spec.latent_channels(meta), *geometry.denoised_shape(*network.bucket)),
+            trained=torch.bfloat16,
+            autocast=None,
         )
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints
             found = count_zero(

@@ -238,6 +238,8 @@ class _Checkpoint:
         batch = Batch(clip[MOMENTS], PromptEmbeds({}), meta, [(0, 0)], clip)
         x0 = spec.padded(spec.latents(clip[MOMENTS], None, stats))
         meta, trained = spec.condition(batch, x0, [(0,)], stats)
+        if trained is not None and spec.encodes_first_frame:
+            x0 = torch.cat([meta.extra["first_frame"], x0[:, :, 1:]], dim=2)
         return x if trained is None else torch.where(trained[:, None, :, None, None] > 0, x, x0), meta, trained
 
     def _compare_call(self, name: str, calls: _Calls, step: int, inputs: tuple[Any, ...]) -> Tensor:

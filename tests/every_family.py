@@ -23,8 +23,12 @@ CHECKPOINTS = tuple(
 
 def short_clip(family: str) -> int:
     """Frames of a clip of at least two latent frames: 9, or the fewest where a latent frame has other than 4 or 8."""
-    temporal = families()[family].facts.geometry.temporal
-    return temporal + 1 if 8 % temporal else 9
+    return sampled_frames(families()[family].facts)
+
+
+def sampled_frames(facts: Facts) -> int:
+    """Frames of a short sample by diffusers' own pipeline."""
+    return max(facts.geometry.temporal + 1 if 8 % facts.geometry.temporal else 9, facts.least_frames)
 
 
 def deep_repo(tiny_repo: Callable[..., Path], family: str, *, layers: int) -> Path:

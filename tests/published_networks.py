@@ -61,6 +61,10 @@ NETWORKS = {
         {"prompt_embeds": (1000, 3584), "prompt_attention_mask": (1000,), "glyph_embeds": (256, 1472),
          "glyph_attention_mask": (256,)}, {},
     ),
+    "Kandinsky-5-Lite": Network(
+        "kandinsky5", "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers", 2_007_702_848, (49, 512, 768),
+        {"prompt_embeds": (512, 3584), "prompt_attention_mask": (512,), "pooled_prompt_embeds": (768,)}, {},
+    ),
     "CogVideoX-2b": Network(
         "cogvideox", "THUDM/CogVideoX-2b", 1_693_783_872, (49, 480, 720), {"prompt_embeds": (226, 4096)},
         {"version": "2b"},

@@ -81,9 +81,11 @@ class Facts:
             frame on channels in training, or None if none was.
         last_frame: whether clips also end with a given image, on channels.
         sees_image: whether an image encoder reads the given images for the network.
+        animates: whether every clip starts from an image, where `first_frame` is "tokens".
         text_sees_image: whether the text encoder is given the image that a clip starts from, so that text and image are
             encoded together.
         guidance: default guidance scale of samples, for networks that take guidance as an input, or None for others.
+        least_frames: fewest frames of a clip that diffusers' pipeline samples without NaN.
         least_steps: fewest denoising steps that the checkpoint's scheduler can take.
         lora_targets: modules that LoRA targets by default.
         unused: expression searched in names of weights that predictions do not depend on here, such as those of sound:
@@ -91,6 +93,7 @@ class Facts:
         boundary: noise-level quantile at and above which one of two experts, `transformer`, denoises; below it
             `transformer_2` does. It is None if one network denoises at all levels.
         noise_range: quantiles that the trained part is for.
+        channels: channels of the latents, or None for `out_channels` or `in_channels` of the network's config.
         heads: attention heads of the network, over which processes can share a clip, or None if not known.
         media: further media that the network takes with every clip, one image per frame, such as `control_video`.
         lora: recommended settings of a LoRA, or None if there are none.
@@ -117,14 +120,17 @@ class Facts:
     first_frame_noise: tuple[float, float] | None = None
     last_frame: bool = False
     sees_image: bool = False
+    animates: bool = False
     text_sees_image: bool = False
     guidance: float | None = None
+    least_frames: int = 1
     least_steps: int = 1
     lora_targets: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")
     unused: str | None = None
     boundary: float | None = None
     noise_range: tuple[float, float] = (0.0, 1.0)
     media: tuple[str, ...] = ()
+    channels: int | None = None
     heads: int | None = None
     lora: LoRASettings | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -164,7 +170,7 @@ class Facts:
     @property
     def needs_image(self) -> bool:
         """True if every clip starts from an image."""
-        return self.first_frame == "channels" or self.text_sees_image
+        return self.first_frame == "channels" or self.text_sees_image or self.animates
 
     @property
     def parts(self) -> tuple[str, ...]:

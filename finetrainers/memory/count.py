@@ -193,7 +193,7 @@ def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mappin
         fake_group(shape.sharing) if shape.sharing > 1 else nullcontext() as group,
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
-        fake_weights(net, shape)
+        fake_weights(net, shape, in_fp32=spec.fp32_weights)
         spec.split_tokens(net, group, shape.sp_mode)
         blocks = select_evenly(spec.block_modules(net), shape.share)
         offloads = set_activation_memory(net.train(), shape.stored, blocks=blocks, host="meta")
@@ -250,13 +250,20 @@ def shortened(network: nn.Module, depths: Mapping[str, int]) -> nn.Module:
     return deepcopy(network, memo)
 
 
-def fake_weights(network: nn.Module, shape: StepShape) -> None:
-    """Put fake tensors in the place of weights and buffers; frozen adapters have the dtype of trained ones."""
+def fake_weights(network: nn.Module, shape: StepShape, *, in_fp32: Iterable[str] = ()) -> None:
+    """Put fake tensors in the place of weights and buffers; frozen adapters have the dtype of trained ones.
+
+    Args:
+        network: the network, which is changed.
+        shape: dtypes of its weights.
+        in_fp32: parts of names of frozen weights that are fp32; see `ModelSpec.fp32_weights`.
+    """
     for prefix, module in network.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 is_adapter = parameter.requires_grad or ".lora_" in f"{prefix}.{name}"
-                dtype = shape.trained if is_adapter else shape.frozen
+                stays_fp32 = any(part in f"{prefix}.{name}" for part in in_fp32)
+                dtype = shape.trained if is_adapter else torch.float32 if stays_fp32 else shape.frozen
                 empty = torch.empty(parameter.shape, dtype=dtype if parameter.is_floating_point() else parameter.dtype)
                 module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         for name, buffer in module._buffers.items():

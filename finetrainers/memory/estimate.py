@@ -346,7 +346,7 @@ def frozen_sizes(
     skip = memory.layerwise_upcasting_skip_modules_pattern
 
     def find() -> tuple[float, list[float]]:
-        widths = dict.fromkeys(weights.frozen_adapters, adapters)
+        widths = {**dict.fromkeys(weights.in_fp32, 4), **dict.fromkeys(weights.frozen_adapters, adapters)}
         sizes = {id(p): float(p.numel() * widths.get(id(p), width)) for p in weights.all if not p.requires_grad}
         if casts:
             sizes |= weights.bytes_cast(skip)

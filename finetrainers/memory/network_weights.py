@@ -24,6 +24,7 @@ class NetworkWeights:
         all: its weights.
         blocks: the weights of each of its repeated blocks.
         frozen_adapters: `id` of each weight of frozen adapters, which are fp32 like trainable ones.
+        in_fp32: `id` of each other frozen weight in fp32 whatever dtype the network is loaded in.
         total, trained: number of parameters, and of trainable ones.
         largest: parameters of the largest trainable weight.
         trained_outside: share of the trainable parameters outside blocks.
@@ -33,8 +34,9 @@ class NetworkWeights:
         self.network = network
         self.all = list(network.parameters())
         self.blocks = [list(block.parameters()) for block in spec.block_modules(network)]
-        named = network.named_parameters()
-        self.frozen_adapters = {id(p) for name, p in named if ".lora_" in name and not p.requires_grad}
+        frozen = [(name, p) for name, p in network.named_parameters() if not p.requires_grad]
+        self.frozen_adapters = {id(p) for name, p in frozen if ".lora_" in name}
+        self.in_fp32 = {id(p) for name, p in frozen if any(part in name for part in spec.fp32_weights)}
         self.total = sum(p.numel() for p in self.all)
         trainable = [p.numel() for p in self.all if p.requires_grad]
         self.trained, self.largest = sum(trainable), max(trainable, default=0)

@@ -32,6 +32,7 @@ from .files.files import (
     weights_size,
 )
 from .files.hub import OFFLINE, ask, download_advice
+from .lookalikes import class_lookalike, id_lookalike
 
 if TYPE_CHECKING:
     from .spec import ModelSpec
@@ -132,11 +133,19 @@ class Family:
         """Yield the reasons why this family cannot train the checkpoint, each with the remedy."""
         configs = read_configs(config, self.facts.parts)
         trained = trained_part(config)
+        source = config.transformer_id or config.pretrained_model_name_or_path
+        if is_hub_id(source) and (similar_model := id_lookalike(source)) is not None:
+            message = f"{source} is {similar_model.description}"
+            yield Problem(source_option(config, trained), message, "unsupported")
+            return
         vae, transformer = (configs.get(part, {}) for part in ("vae", trained))
         foreign = self._foreign_classes(config, configs)
         for part, (actual, expected) in foreign.items():
             others = [name for name, family in families().items() if actual in (family.transformer, family.vae)]
+            similar_model = None if others else class_lookalike(actual)
             remedy = f"use --model_name {others[0]}" if others else "no model family here supports it"
+            if similar_model is not None:
+                remedy = f"that is {similar_model.description}"
             if part != trained and trained not in foreign:
                 remedy = f"use the VAE of a {self.name} checkpoint"
             source = replacement_source(config, part) or config.pretrained_model_name_or_path
@@ -144,21 +153,25 @@ class Family:
             yield Problem("--model_name" if part == trained else source_option(config, part), message, "mismatch")
         if trained in foreign:
             return
+        predicted = transformer.get("out_channels") or transformer.get("in_channels")
         # A transformer of another repository does not show the pipeline that it is made for.
         pipeline = None if config.transformer_id else configs.get(MODEL_INDEX, {}).get("_class_name")
         if self.pipelines and pipeline not in (None, *self.pipelines):
+            similar_model = class_lookalike(pipeline)
+            remedy = "if its transformer is compatible, set it as --transformer_id"
+            if similar_model is not None:
+                remedy = f"that is {similar_model.description}"
             yield Problem(
                 "--pretrained_model_name_or_path",
                 f"{config.pretrained_model_name_or_path} is made for {pipeline}, and {self.name} trains checkpoints "
-                f"of {' or '.join(self.pipelines)}; if its transformer is compatible, set it as --transformer_id",
+                f"of {' or '.join(self.pipelines)}; {remedy}",
                 "unsupported",
             )
         else:
             try:
-                self._read_facts(configs)
+                predicted = self._read_facts(configs).channels or predicted
             except ValueError as error:
                 yield Problem.from_error(source_option(config, trained), error)
-        predicted = transformer.get("out_channels") or transformer.get("in_channels")
         encoded = vae.get("latent_channels") or vae.get("z_dim")
         if predicted is not None and encoded is not None and predicted != encoded:
             message = (

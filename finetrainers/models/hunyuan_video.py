@@ -257,10 +257,8 @@ class HunyuanVideoSpec(ModelSpec):
         return torch.cat([first[None], embeds]), row["prompt_attention_mask"][0]
 
     def vae_bytes(self, size: tuple[int, int, int], *, gradient: bool = False) -> float:
-        """Estimate peak bytes, for large frames mostly attention masks, which grow with the square of the latents."""
-        frames, height, width = size
-        masks = 0.064 * (min(frames, self.vae_frames_at_once) / self.vae_frames_at_once * height * width) ** 2
-        return max(super().vae_bytes(size, gradient=gradient), masks)
+        """Estimate peak bytes, for large frames mostly those of attention masks."""
+        return max(super().vae_bytes(size, gradient=gradient), mask_bytes(size, self.vae_frames_at_once))
 
     def vae_stats(self, vae: nn.Module) -> VAEStats:
         scale = torch.tensor(vae.config.scaling_factor, dtype=torch.float32)  # type: ignore[union-attr]
@@ -308,6 +306,12 @@ class HunyuanVideoSpec(ModelSpec):
             attention_kwargs=None if conditions.lengths is None else {_LENGTHS: conditions.lengths},
             return_dict=False,
         )[0]
+
+
+def mask_bytes(size: tuple[int, int, int], frames_at_once: float) -> float:
+    """Return the bytes of the attention masks of HunyuanVideo's VAE, which grow with the square of the latents."""
+    frames, height, width = size
+    return 0.064 * (min(frames, frames_at_once) / frames_at_once * height * width) ** 2
 
 
 def _image_channels(x_BCTHW: Tensor, first_frame_BC1HW: Tensor | None, further_BCTHW: Tensor | None = None) -> Tensor:

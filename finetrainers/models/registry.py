@@ -19,13 +19,16 @@ from finetrainers.utils.reading import read_json_object
 from .families import FAMILIES as OWN_FAMILIES
 from .family import FAMILIES, Family, families, register_model
 from .files.files import (
+    MODEL_INDEX,
     folder_on_disk,
     is_hub_id,
     part_config,
+    read_configs,
     replacement_source,
     single_file,
     trained_part,
 )
+from .lookalikes import class_lookalike, id_lookalike, name_lookalike, plain_name
 
 __all__ = [
     "FAMILIES",
@@ -53,13 +56,6 @@ _WEIGHTS = re.compile(
 for _family in OWN_FAMILIES:
     register_model(_family)
 
-#: Unsupported families that users may ask for, in plain letters; some names are like those of supported ones.
-_UNSUPPORTED = re.compile(
-    r"wan|ltx(v|video)?25|hunyuanimage|hunyuandit|skyreelsv3|cosmos|framepack|opensora|allegro"
-    r"|kandinsky|flux|sdxl|sd3|sd15|stable|qwen|zimage|pixart|sana|lumina|chroma|stepvideo|magi|easyanimate"
-    r"|animatediff|svd|krea"
-)
-
 
 def get_family(name: str) -> Family:
     """Return the family with this name.
@@ -73,33 +69,29 @@ def get_family(name: str) -> Family:
     registered = families()
     broken = "".join(f"; {reason}" for reason in FAMILIES.broken)
     supported = f"supported: {', '.join(sorted(registered))}{broken}"
-    plain = _normalize(name)
-    unsupported = _UNSUPPORTED.match(plain)
-    if unsupported and not any(_normalize(other).startswith(unsupported[0]) for other in registered):
-        raise KeyError(f"model family {name!r} is not supported; {supported}")
-    completions = [other for other in registered if len(plain) > 2 and _normalize(other).startswith(plain)]
-    exact = [other for other in completions if _normalize(other) == plain]
+    plain = plain_name(name)
+    similar_model = name_lookalike(name)
+    if similar_model and not any(plain_name(other).startswith(similar_model[1]) for other in registered):
+        advice = f": {similar_model[0].use}" if similar_model[0].use else ""
+        raise KeyError(f"model family {name!r} is not supported{advice}; {supported}")
+    completions = [other for other in registered if len(plain) > 2 and plain_name(other).startswith(plain)]
+    exact = [other for other in completions if plain_name(other) == plain]
     same = [other for other in registered if _without_video(other) == _without_video(plain)]
-    prefixes = [other for other in registered if plain.startswith(_normalize(other))]
+    prefixes = [other for other in registered if plain.startswith(plain_name(other))]
     similar = exact or completions or same or sorted(prefixes, key=len)[-1:]
     if similar:
         names = " or ".join(repr(other) for other in similar)
         raise KeyError(f"unknown model family {name!r}; did you mean {names}?{broken}")
-    close = get_close_matches(plain, [_normalize(other) for other in registered], n=1, cutoff=0.8)
-    suggestion = next((other for other in registered if _normalize(other) in close), None)
+    close = get_close_matches(plain, [plain_name(other) for other in registered], n=1, cutoff=0.8)
+    suggestion = next((other for other in registered if plain_name(other) in close), None)
     raise KeyError(
         f"unknown model family {name!r}; {f'did you mean {suggestion!r}?{broken}' if suggestion else supported}"
     )
 
 
-def _normalize(name: str) -> str:
-    """Return a name without the characters that are spelled in different ways."""
-    return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
 def _without_video(name: str) -> str:
     """Return a normalized name without the "video" or "v" that precedes a version or ends it: "ltxv2" is "ltx2"."""
-    return re.sub(r"v(ideo)?(?=\d|$)", "", _normalize(name))
+    return re.sub(r"v(ideo)?(?=\d|$)", "", plain_name(name))
 
 
 def with_family(model: ModelSection) -> ModelSection:
@@ -115,19 +107,23 @@ def with_family(model: ModelSection) -> ModelSection:
         return model if family is None else family.with_dtypes(model)
     single = single_file(model, trained_part(model)) is not None  # whose config is the base model's
     source = (None if single else model.transformer_id) or model.pretrained_model_name_or_path
-    kind = None
+    kind = pipeline = None
     with contextlib.suppress(ValueError):  # a damaged file is reported later, for any family
-        kind = (part_config(model, trained_part(model)) or {}).get("_class_name")
+        configs = read_configs(model, ())
+        kind, pipeline = (configs.get(name, {}).get("_class_name") for name in (trained_part(model), MODEL_INDEX))
     for searched in (lambda: dict(FAMILIES.registered), families):  # installed packages only if need be
         for name, family in searched().items():
-            is_published = _normalize(source) in map(_normalize, family.published) and is_hub_id(source)
+            is_published = plain_name(source) in map(plain_name, family.published) and is_hub_id(source)
             if (kind == family.transformer and family.trains(model)) or (kind is None and is_published):
                 return family.with_dtypes(model.model_copy(update={"model_name": name}))
+    similar_model = class_lookalike(kind, pipeline) or (id_lookalike(source) if kind is None else None)
     reason = (
         f"{source} holds a {kind}, which no supported family trains"
         if kind
         else f"it cannot be detected from a config of {source} on this disk"
     )
+    if similar_model is not None:
+        reason += f", and that is {similar_model.description}"
     raise KeyError(
         "; ".join([f"is required: {reason}", f"supported: {', '.join(sorted(families()))}", *FAMILIES.broken])
     )

@@ -89,6 +89,8 @@ class ModelSpec(PretrainedModel):
     unquantized: tuple[str, ...] = (
         "patch_embed", "pos_embed", "x_embedder", "context_embedder", "time_embed", "^proj_in$", "^proj_out$", "norm",
     )  # fmt: skip
+    #: Modules whose frozen weights the network's class keeps in fp32, where these are more than a few: parts of names.
+    fp32_weights: tuple[str, ...] = ()
     #: Tokens that go through each layer, by the first expression found in its name, and the attentions; see `flops`.
     #: Without streams, dropout is refused with `--sp_size`.
     streams: ClassVar[Mapping[str, Stream]] = {}
@@ -127,6 +129,11 @@ class ModelSpec(PretrainedModel):
     def width(self, network: Any) -> int:
         """Return the width of a token inside the transformer's blocks, for the memory estimate."""
         return network.config.num_attention_heads * network.config.attention_head_dim
+
+    @property
+    def head_width(self) -> int:
+        """Width of an attention head in the transformer's blocks, of which kernels support some."""
+        return int(self.configs[self.facts.trained].get("attention_head_dim", 64))
 
     def latent_channels(self, network: Any) -> int:
         """Return the channels of the latents that the transformer denoises."""
@@ -238,12 +245,17 @@ class ModelSpec(PretrainedModel):
             return encode_moments(vae, video_BCTHW)
 
     @property
+    def encodes_first_frame(self) -> bool:
+        """True if `encode_clip` also encodes the given frames by themselves, as the first one for "channels"."""
+        return self.facts.first_frame == "channels"
+
+    @property
     def clip_version(self) -> bool | str:
         """Name of the tensors that `encode_clip` makes, for cache keys: False for moments, True with the first frame's.
 
         With further media it is their names. A family that makes other tensors returns a separate text.
         """
-        return " ".join(sorted(self.facts.media)) or self.facts.first_frame == "channels"
+        return " ".join(sorted(self.facts.media)) or self.encodes_first_frame
 
     def image_version(self, frames: int) -> bool | str:
         """Return the name of the tensors that `encode_image` makes for clips of `frames` frames; see `clip_version`."""
@@ -267,7 +279,7 @@ class ModelSpec(PretrainedModel):
             media: the further media (`Facts.media`) by name, each in the shape of the clips, and cut like them.
         """
         videos = {MOMENTS: video_BCTHW}
-        if self.facts.first_frame == "channels":
+        if self.encodes_first_frame:
             frame, noise = self.given_pixels(video_BCTHW), self.facts.first_frame_noise
             if noise is not None and generators is not None:
                 frame = noised(to_unit_range(frame), noise, generators)
@@ -288,7 +300,7 @@ class ModelSpec(PretrainedModel):
             size: frames, height and width of the clip.
         """
         frames = {MOMENTS: size[0], **{f"{name}_{MOMENTS}": size[0] for name in self.facts.media}}
-        if self.facts.first_frame == "channels":
+        if self.encodes_first_frame:
             frames[FIRST_FRAME] = self.given_pixels(torch.empty(1, 3, *size, device="meta")).shape[2]
         channels, latent_shape = 2 * self.latent_channels(network), self.facts.geometry.latent_shape
         return {name: ("vae", (channels, *latent_shape(number, *size[1:]))) for name, number in frames.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +14,6 @@ from diffusers import (
     HunyuanVideo15Pipeline,
     HunyuanVideo15Transformer3DModel,
 )
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     ByT5Tokenizer,
     Qwen2_5_VLTextConfig,
@@ -31,17 +29,12 @@ from transformers import (
 from finetrainers.utils.failures import InputError
 
 from .tiny import save_pipeline, seeded
-from .tiny_tokenizers import WORDS, merge_chains, token_ids, unique
+from .tiny_tokenizers import template_tokenizer
 
 HunyuanVideo15Version = Literal["t2v", "i2v"]
 #: SigLIP sees 27 x 27 patches of an image, as the published one, of 2 x 2 pixels.
 _IMAGE_SIDE, _IMAGE_WIDTH = 54, 12
 _TEXT_WIDTH, _GLYPH_WIDTH = 16, 16
-_SPACE = "\u0120"  # how byte-level BPE writes a space
-_CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def build_hunyuan_video_15(
@@ -83,27 +76,10 @@ def build_hunyuan_video_15(
 
 
 def qwen_tokenizer() -> Qwen2Tokenizer:
-    """Build a Qwen2 (byte-level BPE) tokenizer that encodes the pipelines' template to its real length.
-
-    They cut off the first 108 tokens, the template's text before the prompt. All its words and punctuation are single
-    tokens here, as in the published vocabulary, and so is the space between its lines.
-    """
+    """Build a Qwen2 tokenizer for HunyuanVideo-1.5, whose pipelines cut off the first 108 tokens."""
     parameters = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
-    template = parameters["system_message"].default
-    words = [[_SPACE, *word] for word in unique([*re.findall(r"[A-Za-z]+", template), *WORDS])]
-    # Words after a line break or a tag follow no space. They come last, as their merges would split others.
-    merges, merged = merge_chains([*words, *(list(word) for word in ("system", "You", "user", "assistant"))])
-    spaces = [_SPACE * count for count in (1, 2, 4)]  # eight before each number of its list
-    merges += [(part, part) for part in spaces]
-    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    return Qwen2Tokenizer(
-        vocab=token_ids(unique([*special, *sorted(ByteLevel.alphabet()), *merged, *(2 * part for part in spaces)])),
-        merges=merges,
-        model_max_length=2048,
-        padding_side="right",
-        chat_template=_CHAT_TEMPLATE,
-        additional_special_tokens=list(special[1:]),
-    )
+    # Words after a line break or a tag follow no space.
+    return template_tokenizer(parameters["system_message"].default, unspaced=("system", "You", "user", "assistant"))
 
 
 def _text_encoder(vocab_size: int) -> Qwen2_5_VLTextModel:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video_image2video
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import CLIPTokenizer, GemmaTokenizerFast, LlamaTokenizerFast, T5TokenizerFast
+from transformers import CLIPTokenizer, GemmaTokenizerFast, LlamaTokenizerFast, Qwen2Tokenizer, T5TokenizerFast
 
 _WORDS = """
 a an the and or of in on at to from with over under behind left right up down through into across
@@ -30,6 +30,12 @@ _CHARACTERS = tuple(c for c in string.printable[:95] if c != " ")
 IMAGE_TOKEN = "<image>"
 IMAGE_TEMPLATE: str = pipeline_hunyuan_video_image2video.DEFAULT_PROMPT_TEMPLATE["template"]
 _SPACE = "\u2581"  # how sentencepiece writes a space
+_BYTE_SPACE = "\u0120"  # how byte-level BPE does
+#: Qwen2's, without its default system message.
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def t5_tokenizer(*, words: Sequence[str] = WORDS, model_max_length: int = 512, extra_ids: int = 10) -> T5TokenizerFast:
@@ -83,6 +89,32 @@ def gemma_tokenizer(*, model_max_length: int = 1024) -> GemmaTokenizerFast:
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
     tokens = unique(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *fallback, _SPACE, *_CHARACTERS, *merged])
     return GemmaTokenizerFast(vocab=token_ids(tokens), merges=merges, model_max_length=model_max_length)
+
+
+def template_tokenizer(template: str, *, unspaced: Sequence[str]) -> Qwen2Tokenizer:
+    """Build a Qwen2 (byte-level BPE) tokenizer that encodes a pipeline's template to about its real length.
+
+    Pipelines cut off as many tokens as the template's text before the prompt has. All its words and punctuation are
+    single tokens here, as most are in the published vocabulary, and so is the space between its lines.
+
+    Args:
+        template: the template.
+        unspaced: words that follow no space.
+    """
+    words = [[_BYTE_SPACE, *word] for word in unique([*re.findall(r"[A-Za-z]+", template), *WORDS])]
+    # The unspaced words come last, as their merges would split others.
+    merges, merged = merge_chains([*words, *(list(word) for word in unspaced)])
+    spaces = [_BYTE_SPACE * count for count in (1, 2, 4)]  # eight before each number of a list
+    merges += [(part, part) for part in spaces]
+    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    return Qwen2Tokenizer(
+        vocab=token_ids(unique([*special, *sorted(ByteLevel.alphabet()), *merged, *(2 * part for part in spaces)])),
+        merges=merges,
+        model_max_length=2048,
+        padding_side="right",
+        chat_template=_CHAT_TEMPLATE,
+        additional_special_tokens=list(special[1:]),
+    )
 
 
 def merge_chains(words: Iterable[Sequence[str]]) -> tuple[list[tuple[str, str]], list[str]]:

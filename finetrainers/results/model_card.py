@@ -303,9 +303,10 @@ def _dtypes(model: ModelSection) -> dict[str, Markup]:
 def _call(checked: ResolvedRun, spec: ModelSpec) -> dict[str, Any]:
     """Return the pipeline's arguments, as for the first validation sample if there is one."""
     first = checked.prompts[0] if checked.prompts else None
+    frames, *sides = (None if first is None else first.size) or checked.plan.size
     return {
         "example": checked.plan.example if first is None else first.prompt,
-        "size": (None if first is None else first.size) or checked.plan.size,
+        "size": (max(frames, spec.facts.least_frames), *sides),
         "frame_rate": checked.frame_rate,
         "takes_rate": "frame_rate" in signature(spec.pipeline_class.__call__).parameters,
         "as_sampled": [] if first is None else sampling_arguments(checked.config, first.prompt),

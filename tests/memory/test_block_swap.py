@@ -63,7 +63,7 @@ def adapted(spec: ModelSpec, stored: ActivationMemory = "checkpoint") -> nn.Modu
     torch.manual_seed(0)
     network: Any = spec.load_transformer(torch.float32)
     network.requires_grad_(False)
-    targets = [name for name in spec.facts.lora_targets if name.endswith(("to_q", "to_v"))]
+    targets = [*spec.facts.lora_targets[:2]]
     network.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=targets, init_lora_weights=False))
     set_activation_memory(network.train(), stored, blocks=spec.block_modules(network))
     return network

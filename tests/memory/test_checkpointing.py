@@ -70,7 +70,11 @@ def passes(
         network.requires_grad_(False)
         network.add_adapter(
             LoraConfig(
-                r=4, lora_alpha=4, target_modules=["to_q", "to_v"], init_lora_weights=False, lora_dropout=dropout
+                r=4,
+                lora_alpha=4,
+                target_modules=[*spec.facts.lora_targets[:2]],
+                init_lora_weights=False,
+                lora_dropout=dropout,
             )
         )
     network.train()

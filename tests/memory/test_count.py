@@ -132,7 +132,11 @@ def test_the_estimate_agrees_with_counting(name: str, tiny_repo: Callable[..., P
             sizes = {
                 flag: sum(p.numel() for p in meta.parameters() if p.requires_grad is flag) for flag in (True, False)
             }
-            weights = 2 * sizes[False] + (4 + 8) * sizes[True]  # with the state of AdamW
+            in_fp32 = sum(
+                p.numel() for n, p in meta.named_parameters()
+                if not p.requires_grad and any(part in n for part in spec.fp32_weights)
+            )  # fmt: skip
+            weights = 2 * (sizes[False] + in_fp32) + (4 + 8) * sizes[True]  # with the state of AdamW
             latent = (spec.latent_channels(meta), *geometry.denoised_shape(*network.bucket))
             step = StepShape(latent, batch_size, stored, share, has_frame_times=network.has_frame_times)
             found = count_step(spec, meta, step)

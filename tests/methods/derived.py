@@ -86,7 +86,7 @@ def make_batch(
 ) -> Batch:
     """Return random moments, each row's a function of its key; the samples `within` are windows from within a clip."""
     config = setting.spec.configs["transformer"]
-    channels = config["out_channels"] or config["in_channels"]
+    channels = setting.spec.facts.channels or config["out_channels"] or config["in_channels"]
 
     def rows(t: int) -> Tensor:
         generators = [torch.Generator().manual_seed(100 * e + i) for e, i in keys]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
+import diffusers
 import numpy as np
 import pytest
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from finetrainers.config.sections import ModelSection
 from finetrainers.models import family
+from finetrainers.models.lookalikes import LOOKALIKES, id_lookalike
 from finetrainers.models.registry import families, get_family, with_family
 from finetrainers.utils.failures import InputError
 
@@ -96,6 +99,66 @@ def test_the_family_is_asked_for_where_nothing_tells_it(tmp_path):
             with_family(ModelSection(pretrained_model_name_or_path=str(tmp_path)))
         assert value in error.value.args[0]
         assert error.value.args[0].endswith(f": {', '.join(sorted(families()))}")
+
+
+def configs_of(folder, transformer, pipeline):
+    """A directory with the configs of a checkpoint, by the classes of its transformer and pipeline."""
+    (folder / "transformer").mkdir(parents=True)
+    (folder / "transformer" / "config.json").write_text(json.dumps({"_class_name": transformer}))
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": pipeline}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("transformer", "pipeline", "family", "advice"),
+    [
+        ("WanVACETransformer3DModel", "WanVACEPipeline", "wan", "Wan2.1-T2V-1.3B"),
+        ("WanAnimateTransformer3DModel", "WanAnimatePipeline", "wan", "Animate"),
+        ("HunyuanVideoFramepackTransformer3DModel", "HunyuanVideoFramepackPipeline", "hunyuan_video", "FramePack"),
+        ("HunyuanImageTransformer2DModel", "HunyuanImagePipeline", "hunyuan_video", "image"),
+        ("WanTransformer3DModel", "LucyEditPipeline", "wan", "Wan2.2-TI2V-5B"),
+        ("Kandinsky5Transformer3DModel", "Kandinsky5T2IPipeline", "kandinsky5", "T2V-Lite-sft-5s"),
+        ("Kandinsky6Transformer3DModel", "Kandinsky6TI2VAPipeline", "kandinsky5", "sound"),
+        ("FluxTransformer2DModel", "FluxPipeline", "ltx_video", "image"),
+    ],
+)
+def test_checkpoints_that_resemble_a_family_are_refused_with_what_to_use(
+    transformer, pipeline, family, advice, tmp_path
+):
+    place = configs_of(tmp_path / "model", transformer, pipeline)
+    section = ModelSection(pretrained_model_name_or_path=place, model_name=family)
+    problems = [*get_family(family)._mismatches(section)]
+    assert {problem.kind for problem in problems} <= {"mismatch", "unsupported"}
+    assert any(advice in problem.message for problem in problems)
+    if transformer not in {one.transformer for one in families().values()}:
+        with pytest.raises(KeyError, match=advice):
+            with_family(ModelSection(pretrained_model_name_or_path=place))
+
+
+@pytest.mark.parametrize(
+    ("hub_id", "family"),
+    [("Lightricks/LTX-2-19b-distilled", "ltx2"),
+     ("kandinskylab/Kandinsky-5.0-T2V-Lite-distilled16steps-5s-Diffusers", "kandinsky5"),
+     ("kandinskylab/Kandinsky-5.0-T2V-Lite-nocfg-10s-Diffusers", "kandinsky5"),
+     ("kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers", "kandinsky5")],
+)  # fmt: skip
+def test_distilled_checkpoints_are_refused_by_their_hub_id(hub_id, family):
+    with pytest.raises(KeyError, match=r"train |trainer"):
+        with_family(ModelSection(pretrained_model_name_or_path=hub_id))
+    for section in (
+        ModelSection(pretrained_model_name_or_path=hub_id),
+        ModelSection(pretrained_model_name_or_path=get_family(family).published[0], transformer_id=hub_id),
+    ):
+        assert [problem.kind for problem in get_family(family).problems(section)] == ["unsupported"]
+    assert all(id_lookalike(place) is None for one in families().values() for place in one.published)
+
+
+def test_lookalikes_name_classes_of_diffusers_that_no_family_trains():
+    trained = {name for one in families().values() for name in (one.transformer, *one.pipelines)}
+    names = [name for one in LOOKALIKES for name in one.classes]
+    assert not trained & {*names}
+    assert len(names) == len({*names})
+    assert [name for name in names if not hasattr(diffusers, name)] == []
 
 
 def test_the_fewest_sampling_steps_are_those_of_the_scheduler(tiny_repo):

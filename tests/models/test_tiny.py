@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DiffusionPipeline, HunyuanVideoPipeline
-from every_family import CHECKPOINTS, FAMILIES, short_clip
+from every_family import CHECKPOINTS, FAMILIES, sampled_frames
 from PIL import Image
 from refusals import refused
 
@@ -48,9 +48,11 @@ def pipeline(request, tiny_repo):
 
 
 @pytest.fixture
-def call(request):
+def call(request, tiny_repo):
     """Arguments of a small sampling call."""
-    frames = short_clip(REPOSITORIES[request.node.callspec.params["pipeline"]][0])
+    family, version = REPOSITORIES[request.node.callspec.params["pipeline"]]
+    section = ModelSection(model_name=family, pretrained_model_name_or_path=str(tiny_repo(family, version)))
+    frames = sampled_frames(get_family(family).facts_of(section))
     return {"height": 64, "width": 64, "num_frames": frames, "num_inference_steps": 2, "output_type": "pt"}
 
 
@@ -60,7 +62,7 @@ def test_every_family_has_a_tiny_repository():
 
 @pytest.mark.rotating
 def test_the_stock_pipeline_samples(pipeline, call):
-    if "ImageToVideo" in type(pipeline).__name__:
+    if "image" in inspect.signature(pipeline.__call__).parameters:
         call["image"] = torch.rand(1, 3, 64, 64)
     if getattr(pipeline.transformer.config, "pos_embed_seq_len", None) is not None:  # of a first and a last image
         call["last_image"] = call["image"]

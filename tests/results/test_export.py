@@ -52,7 +52,7 @@ def finished(tmp_path, *, pretrained="owner/base", **options):
         spec=SimpleNamespace(
             pipeline_class=LTXPipeline,
             facts=SimpleNamespace(
-                needs_image=False, trained="transformer", media=(), misread={}, expert=None, experts=()
+                needs_image=False, trained="transformer", media=(), misread={}, expert=None, experts=(), least_frames=1
             ),
             load_call=lambda place: f"load_lora_weights({json.dumps(place)})",
         ),
@@ -176,6 +176,10 @@ def test_the_cards_code_is_python_and_fits_what_was_trained(tmp_path, training_t
     code = card.split("```python")[1].split("```")[0]
     compile(code, "card", "exec")
     assert expected in code
+    assert "num_frames=9," in code
+    state, checked = finished(tmp_path, training_type=training_type)
+    state.spec.facts.least_frames = 17  # of the pipeline
+    assert "num_frames=17," in module.model_card(state, checked)
 
 
 def shown(path):

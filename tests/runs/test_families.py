@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,13 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from every_family import CHECKPOINTS, FAMILIES, in_fp32
+from every_family import CHECKPOINTS, FAMILIES, in_fp32, sampled_frames
 from PIL import Image
 
 from finetrainers.cli.main import main
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.cogvideox import CogVideoXSpec
-from finetrainers.models.registry import families
+from finetrainers.models.registry import families, get_family
 from finetrainers.models.spec import Batch
 
 LEVELS = (0.3, 0.7)
@@ -45,7 +46,7 @@ def sample(pipeline: Any, state: Any, **extra: Any) -> torch.Tensor:
     """Two denoising steps with diffusers alone."""
     pipeline.set_progress_bar_config(disable=True)
     if "control_video" not in extra:  # which says how many frames there are
-        extra["num_frames"] = 9
+        extra["num_frames"] = sampled_frames(state.spec.facts)
     if "height" in inspect.signature(pipeline.__call__).parameters:  # others have the size of their image
         extra |= {"height": 64, "width": 64}
     return pipeline(
@@ -68,8 +69,17 @@ LEARNED = [
 @pytest.mark.rotating
 @pytest.mark.parametrize(("family", "training_type", "batch_size"), LEARNED)
 def test_learns_and_reloads(
-    family: str, training_type: str, batch_size: int, options: Callable[..., dict], run: Callable[..., Any]
+    family: str,
+    training_type: str,
+    batch_size: int,
+    options: Callable[..., dict],
+    run: Callable[..., Any],
+    tiny_repo: Callable[..., Path],
 ) -> None:
+    section = ModelSection(model_name=family, pretrained_model_name_or_path=str(tiny_repo(family)))
+    spec = get_family(family).load(section)
+    assert spec.token_plan is not None
+    attention = {re.sub(r"^attn\d\.", "", target) for target in spec.facts.lora_targets}  # of all attentions
     values = options(
         family,
         clips=batch_size,
@@ -78,7 +88,7 @@ def test_learns_and_reloads(
         train_steps=40,
         lr=2e-2,
         rank=RANK,
-        target_modules=["to_k", "to_q", "to_v", "to_out.0", "proj_out"],
+        target_modules=[*sorted(attention), spec.token_plan.last],
     )
     done = run(**values)
     state, repository = done.state, values["pretrained_model_name_or_path"]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from every_family import CHECKPOINTS, in_fp32, required_options, short_clip
+from every_family import CHECKPOINTS, in_fp32, required_options, sampled_frames
 from PIL import Image
 from refusals import refused_command
 
@@ -34,7 +34,7 @@ def random_lora(family: str, repository: Path, folder: Path, seed: int = 0) -> A
     options = required_options(get_family(family).facts_of(section))
     spec = get_family(family).load(section.model_copy(update=options))
     network = spec.load_transformer(torch.float32)
-    make_trainable(network, TrainingSection(rank=4, lora_alpha=8, target_modules=["to_k", "to_q", "to_v", "to_out.0"]))
+    make_trainable(network, TrainingSection(rank=4, lora_alpha=8, target_modules=[*spec.facts.lora_targets]))
     generator = torch.Generator().manual_seed(seed)
     weights = {
         name.replace(".default", ""): 0.3 * torch.randn(value.shape, generator=generator)
@@ -80,8 +80,8 @@ def test_samples_are_those_of_the_pipeline(
         given["control_video"] = (video / 2 + 0.5).transpose(1, 2)
     code, frames = sample(
         tmp_path / "lora", "--model_name", family, "--pretrained_model_name_or_path", repository, "--prompts", PROMPT,
-        "--size", f"{short_clip(family)}x64x64", "--seed", SEED, "--num_inference_steps", 2, "--guidance_scale", 2.5,
-        "--lora_scale", 0.5,
+        "--size", f"{sampled_frames(spec.facts)}x64x64", "--seed", SEED, "--num_inference_steps", 2,
+        "--guidance_scale", 2.5, "--lora_scale", 0.5,
         "--compare", "base", "--output_dir", tmp_path / "out", *FP32,
         *(["--text_encoder_2_dtype", "fp32"] if "text_encoder_2" in spec.facts.parts else []), *flags,
     )  # fmt: skip
@@ -89,7 +89,7 @@ def test_samples_are_those_of_the_pipeline(
     cls = spec.image_pipeline_class if takes_image else spec.pipeline_class
     pipeline = cls.from_pretrained(repository)
     pipeline.set_progress_bar_config(disable=True)
-    size = {} if spec.facts.media else {"num_frames": short_clip(family)}
+    size = {} if spec.facts.media else {"num_frames": sampled_frames(spec.facts)}
     # Attention without masks rounds otherwise.
     rounding = 1 if spec.text_varies else 0
     for scale in (0.0, 0.5):

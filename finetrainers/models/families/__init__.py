@@ -6,9 +6,9 @@ out mean the class's defaults, so that without any config a reader describes the
 
 from __future__ import annotations
 
-from . import cogvideox, hunyuan_video, hunyuan_video_15, ltx2, ltx_video, mochi, skyreels_v2, wan
+from . import cogvideox, hunyuan_video, hunyuan_video_15, kandinsky5, ltx2, ltx_video, mochi, skyreels_v2, wan
 
 FAMILIES = (
     ltx_video.FAMILY, hunyuan_video.FAMILY, cogvideox.FAMILY, wan.FAMILY, ltx2.FAMILY, mochi.FAMILY,
-    hunyuan_video_15.FAMILY, skyreels_v2.FAMILY,
+    hunyuan_video_15.FAMILY, skyreels_v2.FAMILY, kandinsky5.FAMILY,
 )  # fmt: skip

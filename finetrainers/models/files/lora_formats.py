@@ -42,6 +42,7 @@ _HUNYUAN_EMBEDDERS = (
 _LTX, _HUNYUAN, _COG = "LTXVideoTransformer3DModel", "HunyuanVideoTransformer3DModel", "CogVideoXTransformer3DModel"
 _WAN, _LTX2, _MOCHI = "WanTransformer3DModel", "LTX2VideoTransformer3DModel", "MochiTransformer3DModel"
 _HUNYUAN_15, _SKYREELS = "HunyuanVideo15Transformer3DModel", "SkyReelsV2Transformer3DModel"
+_KANDINSKY = "Kandinsky5Transformer3DModel"
 #: Layer names in LoRA files, by class of network and format, from the names of the network's tensors.
 _LAYOUTS: Mapping[tuple[str, Foreign], Callable[[list[str]], Layout]] = {
     (_LTX, "comfyui"): lambda names: original_layout(_LTX, names)[0],
@@ -57,6 +58,8 @@ _LAYOUTS: Mapping[tuple[str, Foreign], Callable[[list[str]], Layout]] = {
     (_WAN, "kohya"): lambda names: original_layout(_WAN, names)[0],
     (_SKYREELS, "comfyui"): lambda names: original_layout(_SKYREELS, names)[0],
     (_SKYREELS, "kohya"): lambda names: original_layout(_SKYREELS, names)[0],
+    (_KANDINSKY, "comfyui"): lambda names: original_layout(_KANDINSKY, names)[0],
+    (_KANDINSKY, "kohya"): lambda names: original_layout(_KANDINSKY, names)[0],
     (_MOCHI, "comfyui"): lambda names: original_layout(_MOCHI, names)[0],
     (_MOCHI, "kohya"): lambda names: original_layout(_MOCHI, names)[0],
     (_COG, "comfyui"): lambda names: original_layout(_COG, names, COMFYUI)[0],

@@ -30,6 +30,7 @@ READERS: Mapping[str, Mapping[str, str]] = {
         "comfyui": "ComfyUI (models/loras), for its network of Wan 2.1, and diffusers",
         "kohya": "musubi-tuner, for its network of Wan 2.1 (14B)",
     },
+    "kandinsky5": {"comfyui": "ComfyUI (models/loras)", "kohya": "musubi-tuner, and ComfyUI"},
     "mochi": {
         "comfyui": "ComfyUI (models/loras)",
         "kohya": "ComfyUI; no trainer of kohya-ss has Mochi",
@@ -43,6 +44,7 @@ READERS: Mapping[str, Mapping[str, str]] = {
 BLOCKS_ALONE: Mapping[tuple[str, str], str] = {
     ("hunyuan_video", "kohya"): "musubi-tuner",
     ("hunyuan_video_15", "kohya"): "musubi-tuner",
+    ("kandinsky5", "kohya"): "musubi-tuner",
     ("wan", "kohya"): "musubi-tuner",
     ("skyreels_v2", "kohya"): "musubi-tuner",
 }
@@ -54,6 +56,7 @@ ARCHITECTURES: Mapping[str, tuple[str, str]] = {
     "hunyuan_video_15": ("hunyuan-video-1.5", "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5"),
     "wan": ("wan", "https://github.com/Wan-Video/Wan2.2"),
     "skyreels_v2": ("skyreels-v2", "https://github.com/SkyworkAI/SkyReels-V2"),
+    "kandinsky5": ("kandinsky-5", "https://github.com/kandinskylab/kandinsky-5"),
     "mochi": ("mochi", "https://github.com/genmoai/mochi"),
     "cogvideox": ("cogvideox", "https://github.com/zai-org/CogVideo"),
 }

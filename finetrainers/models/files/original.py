@@ -453,6 +453,11 @@ def _wan_vae(names: list[str]) -> dict[str, Layout]:
     return {"Wan-AI's": rename_layout(build_layout(names, rules), changes)}
 
 
+def _kandinsky_transformer(names: list[str]) -> dict[str, Layout]:
+    """Return the authors' layout, whose names diffusers and ComfyUI have, too."""
+    return {"Kandinsky Lab's": build_layout(names, ())}
+
+
 #: Layouts by name of the network's class.
 ORIGINALS: dict[str, Original] = {
     "HunyuanVideoTransformer3DModel": Original("", _hunyuan_transformer),
@@ -468,6 +473,7 @@ ORIGINALS: dict[str, Original] = {
     "WanTransformer3DModel": Original("model.diffusion_model.", _wan_transformer),
     "AutoencoderKLWan": Original("", _wan_vae),
     "SkyReelsV2Transformer3DModel": Original("model.diffusion_model.", _skyreels_transformer),
+    "Kandinsky5Transformer3DModel": Original("", _kandinsky_transformer),
     "MochiTransformer3DModel": Original("", original_mochi.transformer_layouts),
     "AutoencoderKLMochi": Original("", original_mochi.vae_layouts),
 }

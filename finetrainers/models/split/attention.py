@@ -91,10 +91,9 @@ def set_processors(blocks: Iterable[nn.Module], processor: Any) -> None:
 def check_attention(spec: Any, device: torch.device, dtype: torch.dtype) -> str:
     """Implement `ModelSpec.check_attention`."""
     name = spec.config.attn_backend
-    head_dim = spec.configs[spec.facts.trained].get("attention_head_dim", 64)
     if name in (AUTO, "native"):
-        return native_kernel(device=device, dtype=dtype, head_dim=head_dim)
-    check_backend(name, device=device, dtype=dtype, head_dim=head_dim)
+        return native_kernel(device=device, dtype=dtype, head_dim=spec.head_width)
+    check_backend(name, device=device, dtype=dtype, head_dim=spec.head_width)
     return str(name)
 
 

@@ -210,7 +210,7 @@ def check_split(spec: Any, size: int, mode: SpMode = "ulysses") -> None:
     Raises:
         ConfigError: the heads of the network do not divide, or its attention does not go around a ring.
     """
-    heads = spec.configs[spec.facts.trained].get("num_attention_heads")
+    heads = spec.facts.heads
     if mode == "ulysses" and heads is not None and heads % size:
         raise ConfigError([Problem("--sp_size", heads_problem(heads, size))])
     if mode == "ring" and size > 1 and (problem := ring_problem(spec.config.attn_backend)) is not None:

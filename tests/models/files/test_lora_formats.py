@@ -15,6 +15,7 @@ from diffusers import (
     CogVideoXTransformer3DModel,
     HunyuanVideo15Transformer3DModel,
     HunyuanVideoTransformer3DModel,
+    Kandinsky5Transformer3DModel,
     LTX2VideoTransformer3DModel,
     LTXVideoTransformer3DModel,
     MochiTransformer3DModel,
@@ -48,6 +49,18 @@ PUBLISHED = {
     ),
     "hunyuan_video_15": (HunyuanVideo15Transformer3DModel, {"num_layers": 1, "num_refiner_layers": 1}),
     "cogvideox": (CogVideoXTransformer3DModel, {"num_layers": 1, "ofs_embed_dim": 512}),
+    "kandinsky5": (
+        Kandinsky5Transformer3DModel,
+        {
+            "in_visual_dim": 16,
+            "out_visual_dim": 16,
+            "model_dim": 1792,
+            "ff_dim": 7168,
+            "num_text_blocks": 1,
+            "num_visual_blocks": 1,
+            "visual_cond": True,
+        },
+    ),
     "mochi": (MochiTransformer3DModel, {"num_layers": 2}),
     "skyreels_v2": (
         SkyReelsV2Transformer3DModel,
@@ -114,7 +127,8 @@ def write(directory: Path, lora: Lora, kind: str, spec: ModelSpec) -> Path:
 def test_every_format_computes_what_was_trained(family: str, spec_of: Callable[..., ModelSpec], tmp_path: Path) -> None:
     """Rank and alpha differ, also between layers: a network that reads a file predicts what the trained one does."""
     spec = spec_of(family)
-    other = "blocks.0.ffn.net.2" if spec.blocks == ("blocks",) else "transformer_blocks.0.ff.net.2"
+    names = [name for name, _ in spec.transformer_on_meta().named_modules() if name.startswith(f"{spec.blocks[0]}.0.")]
+    other = next(name for name in names if re.search(r"\.(ff|ffn|feed_forward)\.(net\.2|out_layer)$", name))
     network = trained(spec, rank_pattern={f"^{other}": 2}, alpha_pattern={f"^{other}": 5})
     expected, lora = output(spec, network), lora_of(network)
     base = output(spec, spec.load_transformer(torch.float32))
@@ -248,7 +262,7 @@ def comfyui_keys(family: str, network: nn.Module) -> set[str]:
 def test_comfyui_finds_every_layer(family: str) -> None:
     network, lora = adapter(family, device="meta")
     keys = comfyui_keys(family, network)
-    for kind in ("comfyui", *(["kohya"] if family in ("ltx_video", "wan", "mochi") else [])):
+    for kind in ("comfyui", *(["kohya"] if family in ("ltx_video", "wan", "mochi", "kandinsky5") else [])):
         layers = {re.sub(r"\.(lora_(A|B|down|up)\.weight|alpha)$", "", name) for name in to_stored(lora, network, kind)}
         assert sorted(layers - keys) == []
 

@@ -75,6 +75,9 @@ FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "Wan image-to-video transformer": (
         "WanTransformer3DModel", {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120, "num_layers": 2},
     ),
+    "Kandinsky 5 transformer": (
+        "Kandinsky5Transformer3DModel", {**NETWORKS["Kandinsky-5-Lite"].config, "num_visual_blocks": 2},
+    ),
     "Mochi transformer": ("MochiTransformer3DModel", {}),
     "Mochi VAE": ("AutoencoderKLMochi", {}),
     "Wan 2.1 VAE": ("AutoencoderKLWan", {}),

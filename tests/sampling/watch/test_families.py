@@ -30,7 +30,7 @@ PROMPT = "a red ball"
 def checkpoint(run: Path, spec: Any, *, step: int) -> None:
     """Publish a random LoRA."""
     network = spec.load_transformer(torch.float32)
-    make_trainable(network, TrainingSection(rank=2, lora_alpha=4, target_modules=["to_k", "to_q"]))
+    make_trainable(network, TrainingSection(rank=2, lora_alpha=4, target_modules=[*spec.facts.lora_targets[:2]]))
     generator = torch.Generator().manual_seed(step)
     weights = {
         name.replace(".default", ""): 0.3 * torch.randn(value.shape, generator=generator)

@@ -1,0 +1,145 @@
+"""Checkpoints that resemble those of a family and are not trained, with what to use instead. Imports no torch.
+
+They are recognized by the classes that their configs state, by words of their Hub id where their classes are those of a
+family, and by names that users may give to `--model_name`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_IMAGES = "it makes images, and all families here make videos; use a trainer of image models"
+_BASE = "training would undo the distillation; train the model that it was distilled from"
+
+
+@dataclass(frozen=True)
+class Lookalike:
+    """Checkpoints of one kind.
+
+    Attributes:
+        name: what they are, as messages name them.
+        use: what to use instead, or why not, as the end of a sentence; may be empty.
+        classes: their transformers and pipelines, as configs state them.
+        names: expression for the beginning of a name of the model, in plain letters and digits.
+        ids: expression searched in their Hub ids, in plain letters and digits, where classes do not tell.
+    """
+
+    name: str
+    use: str
+    classes: tuple[str, ...] = ()
+    names: str = ""
+    ids: str = ""
+
+    @property
+    def description(self) -> str:
+        """Name, and what to use instead."""
+        return f"{self.name}: {self.use}" if self.use else self.name
+
+
+#: The first one that matches counts.
+LOOKALIKES = (
+    Lookalike(
+        "Wan VACE", "train Wan-AI/Wan2.1-T2V-1.3B-Diffusers or -14B-Diffusers, whose LoRAs VACE takes",
+        ("WanVACETransformer3DModel", "WanVACEPipeline"), "wan(21)?vace|vace",
+    ),
+    Lookalike(
+        "Wan Animate", "train an image-to-video checkpoint of wan",
+        ("WanAnimateTransformer3DModel", "WanAnimate2Transformer3DModel", "WanAnimatePipeline"), "wan(22)?animate",
+    ),
+    Lookalike("Wan S2V", "it takes speech; train an image-to-video checkpoint of wan", names="wan(22)?s2v"),
+    Lookalike("Wan Fun", "train an image-to-video checkpoint of wan", names="wan(21|22)?fun"),
+    Lookalike("Lucy Edit", "train Wan-AI/Wan2.2-TI2V-5B-Diffusers", ("LucyEditPipeline",), "lucy"),
+    Lookalike(
+        "ChronoEdit", "train an image-to-video checkpoint of wan",
+        ("ChronoEditTransformer3DModel", "ChronoEditPipeline"), "chronoedit",
+    ),
+    Lookalike(
+        "AnyFlow", _BASE,
+        ("AnyFlowTransformer3DModel", "AnyFlowFARTransformer3DModel", "AnyFlowPipeline", "AnyFlowFARPipeline"),
+        "anyflow",
+    ),
+    Lookalike(
+        "HunyuanVideo FramePack", "train an image-to-video checkpoint of hunyuan_video",
+        ("HunyuanVideoFramepackTransformer3DModel", "HunyuanVideoFramepackPipeline"), "(hunyuan(video)?)?framepack",
+    ),
+    Lookalike(
+        "HunyuanImage", _IMAGES,
+        ("HunyuanImageTransformer2DModel", "HunyuanImagePipeline", "HunyuanImageRefinerPipeline"), "hunyuanimage",
+    ),
+    Lookalike(
+        "HunyuanDiT", _IMAGES, ("HunyuanDiT2DModel", "HunyuanDiTPipeline"), "hunyuandit",
+    ),
+    Lookalike("LTX-2.5", "train LTX-2 or LTX-2.3; its text encoder and decoder are others", names="ltx(v|video)?25"),
+    Lookalike(
+        "a distilled LTX-2", "training would undo the distillation; train Lightricks/LTX-2 or "
+        "diffusers/LTX-2.3-Diffusers", ids="ltx2.*distilled",
+    ),
+    Lookalike(
+        "Kandinsky 5 for images", f"{_IMAGES}, or a checkpoint such as "
+        "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers",
+        ("Kandinsky5T2IPipeline", "Kandinsky5I2IPipeline"), "kandinsky5(image|t2i|i2i)", "kandinsky50(t2i|i2i)",
+    ),
+    Lookalike(
+        "a distilled Kandinsky 5", "training would undo the distillation; train "
+        "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers", ids="kandinsky50.*(distil|nocfg)",
+    ),
+    Lookalike(
+        "Kandinsky 6", "it makes sound with the video; train kandinsky5",
+        ("Kandinsky6Transformer3DModel", "Kandinsky6SRTransformer3DModel", "Kandinsky6TI2VAPipeline"), "kandinsky6",
+    ),
+    Lookalike("an older Kandinsky", _IMAGES, ("Kandinsky3UNet", "Kandinsky3Pipeline"), "kandinsky(2|3|4|v)"),
+    Lookalike(
+        "ConsisID", "train an image-to-video checkpoint of cogvideox",
+        ("ConsisIDTransformer3DModel", "ConsisIDPipeline"), "consisid",
+    ),
+    Lookalike(
+        "Stable Video Diffusion or AnimateDiff", "it has a U-Net, and all families here have transformers",
+        ("UNetSpatioTemporalConditionModel", "UNetMotionModel", "UNet3DConditionModel"), "animatediff|svd",
+    ),
+    Lookalike(
+        "a video model without a family here", "",
+        (
+            "AllegroTransformer3DModel", "CosmosTransformer3DModel", "Cosmos3OmniTransformer",
+            "EasyAnimateTransformer3DModel", "HeliosTransformer3DModel", "LatteTransformer3DModel",
+            "MiniMaxH3Transformer3DModel", "MotifVideoTransformer3DModel", "SanaVideoTransformer3DModel",
+            "SanaWMTransformer3DModel",
+        ),
+        "skyreels|cosmos|opensora|allegro|sanavideo|stepvideo|magi|easyanimate|latte|helios|minimax|motif",
+    ),
+    Lookalike(
+        "an image model", _IMAGES,
+        (
+            "ChromaTransformer2DModel", "CogView3PlusTransformer2DModel", "CogView4Transformer2DModel",
+            "Flux2Transformer2DModel", "FluxTransformer2DModel", "HiDreamImageTransformer2DModel",
+            "Lumina2Transformer2DModel", "PixArtTransformer2DModel", "QwenImageTransformer2DModel",
+            "SD3Transformer2DModel", "SanaTransformer2DModel", "UNet2DConditionModel", "ZImageTransformer2DModel",
+        ),
+        "cogview|flux|sdxl|sd3|sd15|stable|qwen|zimage|pixart|sana|lumina|chroma|krea|hidream",
+    ),
+    Lookalike("another Wan", "train a published checkpoint of wan", names="wan"),
+    Lookalike("another Kandinsky", "train a published checkpoint of kandinsky5", names="kandinsky"),
+)  # fmt: skip
+
+
+def plain_name(name: str) -> str:
+    """Return a name without the characters that are spelled in different ways."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def class_lookalike(*names: object) -> Lookalike | None:
+    """Return the first kind with one of these classes, or None."""
+    return next((model for model in LOOKALIKES if any(name in model.classes for name in names)), None)
+
+
+def id_lookalike(hub_id: str) -> Lookalike | None:
+    """Return the kind that a Hub id shows, whose classes are those of a family, or None."""
+    plain = plain_name(hub_id)
+    return next((model for model in LOOKALIKES if model.ids and re.search(model.ids, plain)), None)
+
+
+def name_lookalike(name: str) -> tuple[Lookalike, str] | None:
+    """Return the kind that a name of a family begins with, and that beginning in plain letters, or None."""
+    plain = plain_name(name)
+    matches = ((model, re.match(model.names, plain)) for model in LOOKALIKES if model.names)
+    return next(((model, match[0]) for model, match in matches if match), None)
