@@ -40,8 +40,8 @@ def test_resuming_changes_nothing(
 ) -> None:
     changes = KINDS[kind]
     values = options(
-        family, clips=4, method="dpo", dataset_file=write_pairs(tmp_path / "pairs.jsonl", make_clips(4)), train_steps=4,
-        checkpointing_steps=2, lr=1e-3, **changes,
+        family, clips=4, method="dpo", dataset_file=write_pairs(tmp_path / "pairs.jsonl", make_clips(4)), train_steps=6,
+        checkpointing_steps=2, lr=5e-3, **changes,
     )  # fmt: skip
     straight = run(**{**values, "output_dir": str(tmp_path / "straight")})
     resumed = run(
@@ -56,5 +56,5 @@ def test_resuming_changes_nothing(
     assert straight.curve("margin")[-1][1] > 0
     if "eval_steps" in changes:
         evaluations = [[r["eval_accuracy"] for r in done.metrics if "eval_loss" in r] for done in (straight, resumed)]
-        assert len(evaluations[0]) == 3
+        assert len(evaluations[0]) == 4
         assert evaluations[0][2:] == evaluations[1]
