@@ -133,8 +133,8 @@ class _Checkpoint:
         for step, (call, t) in enumerate(zip(calls.arguments, levels, strict=True)):
             x = call["hidden_states"]
             if trained is not None:
-                given = torch.where(trained[:, None, :, None, None] > 0, x, first)
-                self._check(f"given frames of step {step}{suffix}", given, x)
+                conditioned = torch.where(trained[:, None, :, None, None] > 0, x, first)
+                self._check(f"given frames of step {step}{suffix}", conditioned, x)
             prediction = self._compare_call(f"step {step}{suffix}", calls, step, (x, meta, conditions, None, t))
             if step == 0:
                 straight = x + (levels[1] - t)[:, None, :, None, None] * prediction

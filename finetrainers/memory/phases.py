@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 Size = tuple[int, int, int]
 
 #: Resident memory of a process that trains, without weights, on Linux: 0.55 to 0.62 measured with the CPU build of
-#: torch 2.13; 1.6 to 2.2 on an H200 with torch 2.11 for CUDA 13, of which 0.5 are mapped files.
+#: torch 2.13; 1.6 to 2.2 on an H200 with torch 2.11 for CUDA 13, 0.5 of it mapped files.
 PROCESS_GIB, CUDA_PROCESS_GIB = 0.6, 2.0
 #: Parts of the step that clips leave on the device until they are trained on.
 _OF_ROLLOUT = ("sampled trajectories", "gradients of clips", "activations of clips")

@@ -132,7 +132,7 @@ class ModelSpec(PretrainedModel):
 
     @property
     def head_width(self) -> int:
-        """Width of an attention head in the transformer's blocks, of which kernels support some."""
+        """Width of an attention head in the transformer's blocks; kernels support some widths."""
         return int(self.configs[self.facts.trained].get("attention_head_dim", 64))
 
     def latent_channels(self, network: Any) -> int:

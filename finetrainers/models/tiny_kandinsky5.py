@@ -36,7 +36,7 @@ def build_kandinsky5(
         raise InputError(f"unknown Kandinsky 5 version {version!r}; valid: {', '.join(_PIPELINES)}", "unknown")
     with seeded(seed):
         template = Kandinsky5T2VPipeline(*[None] * 7).prompt_template
-        # The template has 131 tokens here, of which the pipelines cut off 128: each text begins with its last three.
+        # The template has 131 tokens here, and the pipelines cut off 128: each text begins with its last three.
         unspaced = ("system", "You", "Describe", "Name", "Pay", "user")
         tokenizers = template_tokenizer(template, unspaced=unspaced), clip_tokenizer()
         transformer = Kandinsky5Transformer3DModel(

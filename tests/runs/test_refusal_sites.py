@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from every_family import FAMILIES
 from PIL import Image
 
 import finetrainers
@@ -96,7 +97,8 @@ AFTER = {
     "The values of weights and of other large files, which are read when they are loaded.": """
         training/checkpoints/restore.py: _restore_optimizer
         plan/initial_weights.py: stored_lora
-        training/trained_weights.py: _set_adapter 2, load_trainable_transformer, load_ema_weights, store_initial_lora
+        training/trained_weights.py: _set_adapter 2, attach_lora, load_trainable_transformer,
+            load_ema_weights, store_initial_lora
         methods/dpo/method.py: DPO.load_state_dict
         methods/grpo/nft.py: NFT.load_state_dict
         methods/grpo/rollout_method.py: RolloutMethod.load_state_dict
@@ -132,6 +134,8 @@ AFTER = {
         methods/grpo/rollout_method.py: RolloutMethod.steps
         models/cogvideox.py: CogVideoXSpec._check_positions, CogVideoXSpec.predict 2
         models/hunyuan_video.py: HunyuanVideoSpec.load_text_encoders, HunyuanVideoSpec.predict, _trim_text
+        models/hunyuan_video_15.py: HunyuanVideo15Spec.predict, HunyuanVideo15Transformer3DModel._join_text
+        models/kandinsky5.py: Kandinsky5Spec.predict
         models/wan.py: WanSpec.pipeline_call, WanSpec.predict
         models/split/sequence.py: SequenceGroup.part
         models/split/sequence_dropout.py: split_dropout 2
@@ -248,6 +252,8 @@ def configurations(folder: Path) -> Iterator[dict[str, Any]]:
     }
     low: dict[str, Any] = {"family": "wan", "version": "a14b", "expert": "low"}
     yield {**low, "other_expert": str(folder / "of_ltx_video.safetensors")}
+    for family in FAMILIES:
+        yield {"family": family}
     yield {"init_from": str(folder)}
     for path in ("finished/checkpoints/step-1", "finished/pytorch_lora_weights.safetensors"):
         yield {"init_from": str(folder / path)}
