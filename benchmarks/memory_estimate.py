@@ -264,6 +264,10 @@ def planned_peak(recipe: Path) -> str:
     it."""
     [words] = _commands(recipe)
     flags = ["--config", str(recipe), "--json", "--host", f"{HOST_GIB}GiB"]
+    if "--quantize_text_encoders" in words:  # 4 bits, which a CPU refuses, so that the file has 8
+        at, head = words.index("--quantize_text_encoders"), recipe.read_text(encoding="ascii")
+        [gpu] = re.findall(r"^# GPU: (\d+) GB", head, flags=re.MULTILINE)
+        flags += [*words[at : at + 2], "--gpu", f"{gpu}GB"]
     if "--config_file" in words:
         at = words.index("--config_file")
         flags += ["--accelerate_config", str(ROOT / words[at + 1]), "--num_processes", words[at + 3]]
