@@ -94,7 +94,7 @@ def job(root: Path, folder: Path, options: Callable[..., dict], name: str, **cha
 
 #: Every version of a model, and those whose processes pass keys and values on in a ring.
 MODELS = {f"{family} {version}" if version else family: (family, version) for family, version in CHECKPOINTS}
-RINGS = ("ltx_video", "hunyuan_video t2v", "cogvideox 1.5", "wan ti2v")
+RINGS = ("ltx_video", "hunyuan_video t2v", "cogvideox 1.5", "wan ti2v", "mochi", "ltx2 2.3", "hunyuan_video_15 t2v")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "false", "TORCHDYNAMO_DISABLE": "1"}
 
 

@@ -12,8 +12,21 @@ import torch
 from every_family import FAMILIES
 
 KINDS: dict[str, dict[str, Any]] = {
-    "lora": {"gradient_accumulation_steps": 2, "lora_dropout": 0.2, "eval_num_items": 1, "eval_steps": 2, "lr": 5e-3},
-    "full": {"lr": 1e-3, "training_type": "full-finetune", "batch_size": 2, "precompute_conditions": True},
+    "lora": {
+        "gradient_accumulation_steps": 2,
+        "lora_dropout": 0.2,
+        "eval_num_items": 1,
+        "eval_steps": 2,
+        "train_steps": 6,
+        "lr": 5e-3,
+    },
+    "full": {
+        "train_steps": 4,
+        "lr": 1e-3,
+        "training_type": "full-finetune",
+        "batch_size": 2,
+        "precompute_conditions": True,
+    },
 }
 
 
@@ -40,7 +53,7 @@ def test_resuming_changes_nothing(
 ) -> None:
     changes = KINDS[kind]
     values = options(
-        family, clips=4, method="dpo", dataset_file=write_pairs(tmp_path / "pairs.jsonl", make_clips(4)), train_steps=6,
+        family, clips=4, method="dpo", dataset_file=write_pairs(tmp_path / "pairs.jsonl", make_clips(4)),
         checkpointing_steps=2, **changes,
     )  # fmt: skip
     straight = run(**{**values, "output_dir": str(tmp_path / "straight")})
