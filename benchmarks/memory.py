@@ -207,7 +207,7 @@ class StepTimer:
             meter=attach_flop_meter(spec, network),
         )  # fmt: skip
         wrapped.train()
-        latent = (2 * network.config.out_channels, *self.geometry.latent_shape(*self.size))
+        latent = (2 * spec.latent_channels(network), *self.geometry.latent_shape(*self.size))
         return Trainer(state, lr_at=lambda step: config.optimizer.lr), _batch(
             self.text, latent, config.dataloader.batch_size, parallel.device
         )

@@ -276,7 +276,7 @@ def planned_peak(recipe: Path) -> str:
     line = f"# Planned peak: {found['peak']['reserved'] / GIB:.1f} GiB{more} in the phase {label(phase)}"
     step = with_reserve(found["phases"][TRAINING_STEP]["gpu"]) / GIB
     rest = f", {step:.1f} in the training step" if phase == ENCODING_TEXT else ""
-    return f"{line}{rest} (finetrainers estimate)."
+    return f"{line}{rest} (finetrainers estimate)." if len(line + rest) < 95 else f"{line}{rest}."
 
 
 def planned_stages(recipe: Path) -> list[str]:

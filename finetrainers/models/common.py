@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.sections import ModelSection
-from finetrainers.utils.device import meta_device
 from finetrainers.utils.failures import InputError, Kind
 from finetrainers.utils.text import shortened
 
@@ -39,7 +38,7 @@ from .files.files import (
 )
 from .files.hub_help import hub_help
 from .files.single_file import load_single_file
-from .files.weights import check_loaded
+from .files.weights import check_loaded, network_on_meta
 
 T = TypeVar("T")
 
@@ -92,8 +91,8 @@ def load_part(
         here = {"local_files_only": True} if hub.away() else {}
         try:
             return load(root, cache_dir=cache_dir, **where, **here, **arguments)
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            errors.append(error)
+        except (OSError, ValueError, RuntimeError, SafetensorError, TypeError, AttributeError, LookupError) as error:
+            errors.append(error)  # the last ones: values of other types in configs that only the library reads
     tried = " nor from ".join(f"{root!r}{f' (subfolder {sub!r})' if sub else ''}" for root, sub, _ in sources)
     option = source_option(config, part)
     detail = "".join(
@@ -130,11 +129,9 @@ def on_meta(cls: Any, config: ModelSection, part: str) -> nn.Module:
     """
     settings = load_part(cls.load_config, config, part)
     try:
-        with meta_device():
-            return cls.from_config(settings)
-    except Exception as error:  # of any class, which depends on the value
-        message = f"the config of the {part} is not a valid {cls.__name__} config: {type(error).__name__}: {error}"
-        raise ConfigError([Problem(source_option(config, part), message)]) from error
+        return network_on_meta(cls, settings, f"the config of the {part}")
+    except InputError as error:
+        raise ConfigError([Problem(source_option(config, part), str(error))]) from error
 
 
 def load_scheduler(config: ModelSection) -> Any:

@@ -48,6 +48,7 @@ class FakeModel:
         self.facts = Facts(geometry, first_frame="channels" if first_frame else "none", first_frame_noise=noise)
 
     given_pixels = ModelSpec.given_pixels
+    encodes_first_frame = ModelSpec.encodes_first_frame
 
     def encode_text(self, prompts: Sequence[str]) -> PromptEmbeds:
         self.prompts += prompts

@@ -64,7 +64,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(
 ) -> None:
     file = files.root.parent / "file"
     file.touch()
-    for place, named in {"/proc/run": "/proc: ", file / "run": f"{file} "}.items():
+    for place, named in {"/proc/run": "/proc; ", file / "run": f"{file} "}.items():
         refused = python("-m", "finetrainers", *flags(place))
         assert refused.wait() == exit_codes.CONFIGURATION, refused.stderr
         assert re.search(rf"--output_dir: .*{re.escape(named)}", refused.stderr)

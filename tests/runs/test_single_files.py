@@ -203,7 +203,8 @@ def test_packaged_repositories_are_published_ones() -> None:
         section = ModelSection(pretrained_model_name_or_path=hub_id).for_estimate()
         family = published[hub_id]
         assert family.configs_not_here(section) == []
-        assert (family.facts_of(section).first_frame == "channels") == bool(re.search("(?i)[-_]i2v|flf2v", hub_id))
+        facts = family.facts_of(section)
+        assert (facts.first_frame == "channels" or facts.animates) == bool(re.search("(?i)[-_]i2v|flf2v", hub_id))
         assert family.facts_of(ModelSection(pretrained_model_name_or_path=hub_id)) == family.facts_of(section)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 from accelerate import init_empty_weights
@@ -21,7 +22,7 @@ from finetrainers.utils.device import meta_device
 from finetrainers.utils.failures import InputError, Kind
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.launch import launched_local_rank
-from finetrainers.utils.text import plural, shortened
+from finetrainers.utils.text import plural, printable, shortened
 
 from .files import (
     cast_to_float8,
@@ -243,6 +244,8 @@ def network_on_meta(cls: Any, settings: Mapping[str, Any], name: str) -> nn.Modu
     Raises:
         InputError: no network can be built from it.
     """
+    if issubclass(cls, ModelMixin) and (misfits := list(_misfits(cls, settings))):
+        raise InputError(f"{name} is not a valid {cls.__name__} config: {'; '.join(misfits[:5])}")
     try:
         with meta_device():
             if issubclass(cls, ModelMixin):
@@ -251,6 +254,18 @@ def network_on_meta(cls: Any, settings: Mapping[str, Any], name: str) -> nn.Modu
     except Exception as error:  # of any class, which depends on the value and on the library
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(f"{name} is not a valid {cls.__name__} config: {shortened(reason, 300)}") from None
+
+
+def _misfits(cls: type, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the values of a config that are text, lists or tables where the network's class takes numbers.
+
+    Only a forward pass would notice some of them, such as the epsilon of a norm.
+    """
+    for key, hint in get_type_hints(cls.__init__).items():
+        value = settings.get(key)
+        kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
+        if kinds <= {int, float, bool, type(None)} and isinstance(value, str | list | dict):
+            yield f"{key} must be a number, got {shortened(printable(repr(value)), 40)}"
 
 
 def _without(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
