@@ -65,6 +65,11 @@ from finetrainers.utils.process_state import free_memory  # noqa: E402
 #: optimizer's state, and kernels are chosen in both.
 STEPS, MOST_STEPS, TIMED_S = 3, 20, 4.0
 NO_GPU = "no GPU"
+#: Entries of configs with a width of texts; of equal ones the first counts.
+_TEXT_WIDTHS = (
+    "text_embed_dim", "text_embed_2_dim", "image_embed_dim", "caption_channels", "text_dim", "in_text_dim",
+    "in_text_dim2", "pooled_projection_dim", "cross_attention_dim",
+)  # fmt: skip
 Result = dict[str, Any]
 
 
@@ -129,9 +134,11 @@ class StepTimer:
             self.text, self.size = narrowed(network, config), (9, 64, 64)
             if changes.get("blocks_to_swap"):
                 changes["blocks_to_swap"] = min(4, config["num_layers"] + config.get("num_single_layers", 0))
-        self.config = _config(network, published_repository(source, folder / "model", config), self.size, changes)
+        config = _config(network, published_repository(source, folder / "model", config), self.size, changes)
         self.family = get_family(network.family)
-        self.geometry, self.spec = self.family.facts_of(self.config.model).geometry, self.family.load(self.config.model)
+        facts, self.spec = self.family.facts_of(config.model), self.family.load(config.model)
+        self.geometry, targets = facts.geometry, {"target_modules": [*facts.lora_targets]}
+        self.config = config.with_values(targets) if config.training.training_type == "lora" else config
 
     def on_meta(self) -> nn.Module:
         """The network without weights, with its adapter."""
@@ -219,6 +226,9 @@ def _train(trainer: Trainer, batch: Batch, device: torch.device) -> Result:
     # The start of every matrix, since copies of all weights would not fit. A LoRA's A cannot move while B is zero.
     watched = {n: p for n, p in trainable_parameters(network).items() if p.ndim > 1 and "lora_A" not in n}
     before = {n: p.detach().flatten()[:4096].clone() for n, p in watched.items()}
+    # The last block of some networks computes tokens of the text that nothing reads.
+    with_gradient: set[str] = set()
+    hooks = [p.register_post_accumulate_grad_hook(lambda _, n=n: with_gradient.add(n)) for n, p in watched.items()]
     free_memory()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -234,7 +244,10 @@ def _train(trainer: Trainer, batch: Batch, device: torch.device) -> Result:
         assert math.isfinite(record["loss"]), record
         assert 0 < record["grad_norm"] < math.inf, record
         flops = record.get("flops", 0.0)
-    unchanged = [n for n, p in watched.items() if torch.equal(p.detach().flatten()[:4096], before[n])]
+    for hook in hooks:
+        hook.remove()
+    assert len(with_gradient) > 0.9 * len(watched), f"{len(with_gradient)} of {len(watched)} matrices have gradients"
+    unchanged = [n for n in with_gradient if torch.equal(watched[n].detach().flatten()[:4096], before[n])]
     assert not unchanged, f"{len(unchanged)} of {len(watched)} matrices did not change, e.g. {unchanged[:3]}"
     step_s, peak = median(seconds[2:]), peak_flops(device)
     if not on_gpu:
@@ -310,9 +323,9 @@ def _batch(text: Mapping[str, tuple[int, ...]], moments: tuple[int, ...], clips:
 
 def narrowed(network: Network, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shapes of a network's text conditions with the widths of a tiny one."""
-    text = next((config[name] for name in ("text_embed_dim", "caption_channels", "text_dim") if config.get(name)), None)
-    widths = {4096: text, 768: config.get("pooled_projection_dim")}
-    return {name: tuple(widths.get(size, size) for size in shape) for name, shape in network.text.items()}
+    published = network.config
+    widths = {published[name]: config[name] for name in reversed(_TEXT_WIDTHS) if name in published and name in config}
+    return {name: (*shape[:-1], widths.get(shape[-1], shape[-1])) for name, shape in network.text.items()}
 
 
 # ---- all cases -----------------------------------------------------------------------------------------------------
