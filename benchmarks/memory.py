@@ -297,7 +297,11 @@ def _randomly(device: torch.device) -> Any:
         try:
             with torch.device(device if size < 0.9 * room else "cpu"):
                 torch.manual_seed(0)
-                return cls.from_config(config).to("cpu", dtype)
+                network = cls.from_config(config)
+                for weight in network.parameters():
+                    if weight.ndim > 1 and not weight.detach().flatten()[:4096].any():  # a gate that lets nothing pass
+                        nn.init.normal_(weight, std=0.02)
+                return network.to("cpu", dtype)
         finally:
             torch.set_default_dtype(default)
 
