@@ -188,7 +188,7 @@ def test_commands_and_stages(odd: Path) -> None:
 CONFIGS: list[tuple[str, str, object]] = [
     ("transformer/config.json", "num_layers", 10**12), ("transformer/config.json", "patch_size", 0),
     ("transformer/config.json", "patch_size_t", None), ("transformer/config.json", "attention_head_dim", None),
-    ("vae/config.json", "temporal_compression_ratio", [1]),
+    ("transformer/config.json", "norm_eps", "x"), ("vae/config.json", "temporal_compression_ratio", [1]),
     ("vae/config.json", "block_out_channels", []),
     ("text_encoder/config.json", "d_kv", "x"), ("text_encoder/config.json", "relative_attention_max_distance", -1),
     ("scheduler/scheduler_config.json", "num_train_timesteps", 0),

@@ -261,7 +261,7 @@ def _misfits(cls: type, settings: Mapping[str, Any]) -> Iterator[str]:
 
     Only a forward pass would notice some of them, such as the epsilon of a norm.
     """
-    for key, hint in get_type_hints(cls.__init__).items():
+    for key, hint in get_type_hints(cls.__init__).items():  # type: ignore[misc]
         value = settings.get(key)
         kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
         if kinds <= {int, float, bool, type(None)} and isinstance(value, str | list | dict):
