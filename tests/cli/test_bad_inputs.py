@@ -16,9 +16,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from diffusers import LTXVideoTransformer3DModel
 from safetensors.numpy import save_file
 
 import finetrainers
+from finetrainers.models.files.weights import network_on_meta
 from finetrainers.plan.initial_weights import read_lora_header
 from finetrainers.utils.failures import FileError, InputError, Kind, error_kind
 from finetrainers.utils.files import write_text_atomic
@@ -188,7 +190,7 @@ def test_commands_and_stages(odd: Path) -> None:
 CONFIGS: list[tuple[str, str, object]] = [
     ("transformer/config.json", "num_layers", 10**12), ("transformer/config.json", "patch_size", 0),
     ("transformer/config.json", "patch_size_t", None), ("transformer/config.json", "attention_head_dim", None),
-    ("transformer/config.json", "norm_eps", "x"), ("vae/config.json", "temporal_compression_ratio", [1]),
+    ("vae/config.json", "temporal_compression_ratio", [1]),
     ("vae/config.json", "block_out_channels", []),
     ("text_encoder/config.json", "d_kv", "x"), ("text_encoder/config.json", "relative_attention_max_distance", -1),
     ("scheduler/scheduler_config.json", "num_train_timesteps", 0),
@@ -206,6 +208,14 @@ def test_configs_of_models(odd: Path) -> None:
         code, problems = refused_command([*command, "--data_root", "none"])
         assert (code, ("--pretrained_model_name_or_path", "invalid") in problems) == (2, True), (file, key, problems)
         write_text_atomic(model / file, text)
+
+
+def test_numbers_that_only_a_forward_pass_reads() -> None:
+    settings = {"num_layers": 1, "num_attention_heads": 1, "attention_head_dim": 4, "cross_attention_dim": 4}
+    network_on_meta(LTXVideoTransformer3DModel, {**settings, "norm_eps": 1}, "a config")
+    for key, value in (("norm_eps", "x"), ("norm_eps", [1e-6]), ("attention_bias", {})):
+        with pytest.raises(InputError, match=key):
+            network_on_meta(LTXVideoTransformer3DModel, {**settings, key: value}, "a config")
 
 
 SETTINGS = {
