@@ -80,7 +80,7 @@ setup(
     install_requires=[
         "torch>=2.6",
         "diffusers>=0.40",
-        "transformers>=5.4",
+        "transformers>=5.10.1",
         "peft>=0.19",
         "accelerate>=1.10",
         "safetensors>=0.8",
@@ -90,7 +90,7 @@ setup(
         "packaging>=24",
         "pydantic>=2.8",
         "rich>=13",
-        "jinja2>=3",
+        "jinja2>=3.1",
         "av>=17.1",
         "bitsandbytes>=0.50",
         "torchao>=0.16",

@@ -160,7 +160,7 @@ def test_samples_from_an_image_have_the_size_of_the_request(tiny_repo: Callable[
         for given in (request, replace(request, guidance_scale=1.0), replace(request, height=48, width=32))
     ]
     assert [frames.shape for frames in found] == [(5, 32, 64, 3)] * 2 + [(5, 48, 32, 3)]
-    assert abs(found[0] - found[1]).max() > 1e-3  # guidance has an effect
+    assert abs(found[0] - found[1]).max() > 1e-4  # guidance has an effect
     with refused("required"):
         spec.pipeline_call(rows.rows([0]), rows.rows([1]), replace(request, image=None))
 

@@ -10,6 +10,7 @@ import diffusers
 import numpy as np
 import pytest
 from diffusers import FlowMatchEulerDiscreteScheduler
+from packaging.version import Version
 
 from finetrainers.config.sections import ModelSection
 from finetrainers.models import family
@@ -158,7 +159,8 @@ def test_lookalikes_name_classes_of_diffusers_that_no_family_trains():
     names = [name for one in LOOKALIKES for name in one.classes]
     assert not trained & {*names}
     assert len(names) == len({*names})
-    assert [name for name in names if not hasattr(diffusers, name)] == []
+    if Version(diffusers.__version__) >= Version("0.42"):  # some are newer than the oldest version that works
+        assert [name for name in names if not hasattr(diffusers, name)] == []
 
 
 def test_the_fewest_sampling_steps_are_those_of_the_scheduler(tiny_repo):
