@@ -1,6 +1,6 @@
 """Kandinsky 5.0 Video, Lite and Pro: a flow transformer over HunyuanVideo's latents, with Qwen2.5-VL and CLIP.
 
-The network has channels last and its own names for everything. Prompts go through a few blocks of their own, and the
+The network has channels last and its own names for everything. Prompts go through a few separate blocks, and the
 video's tokens attend to the result. The pipelines give prompts without a mask, and so does training at batch size 1,
 where the padding is cut. In larger batches attention masks the padding, as in the authors' repository, so that each row
 is what the pipeline computes of it alone.

@@ -109,7 +109,7 @@ def build_hunyuan_video(directory: Path | str, *, seed: int = 0, version: Hunyua
     """Write a tiny HunyuanVideo: 8x8x4 compression to 16 channels, 2x2 patches, guidance embedding, Llama and CLIP.
 
     Raises:
-        ValueError: there is no such version.
+        ValueError: the version is unknown.
     """
     if version not in _HUNYUAN_PIPELINES:
         raise InputError(f"unknown HunyuanVideo version {version!r}; valid: {', '.join(_HUNYUAN_PIPELINES)}", "unknown")
@@ -198,7 +198,7 @@ def build_cogvideox(directory: Path | str, *, seed: int = 0, version: CogVideoXV
     """Write a tiny CogVideoX: 8x8x4 compression to 16 channels, 2x2 patches, T5.
 
     Raises:
-        ValueError: there is no such version.
+        ValueError: the version is unknown.
     """
     if version not in _COGVIDEOX:
         raise InputError(f"unknown CogVideoX version {version!r}; valid: {', '.join(_COGVIDEOX)}", "unknown")

@@ -45,7 +45,7 @@ def build_hunyuan_video_15(
     An image-to-video pipeline chooses sizes of 6 cells, such as 48x32 for an image of that shape.
 
     Raises:
-        ValueError: there is no such version.
+        ValueError: the version is unknown.
     """
     if version not in ("t2v", "i2v"):
         raise InputError(f"unknown HunyuanVideo-1.5 version {version!r}; valid: t2v, i2v", "unknown")

@@ -30,7 +30,7 @@ def build_kandinsky5(
     """Write a tiny Kandinsky 5: HunyuanVideo's 8x8x4 compression to 16 channels, 2x2 patches, Qwen2.5-VL and CLIP.
 
     Raises:
-        ValueError: there is no such version.
+        ValueError: the version is unknown.
     """
     if version not in _PIPELINES:
         raise InputError(f"unknown Kandinsky 5 version {version!r}; valid: {', '.join(_PIPELINES)}", "unknown")

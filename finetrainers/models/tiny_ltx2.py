@@ -59,7 +59,7 @@ def build_ltx2(directory: Path | str, *, seed: int = 0, version: LTX2Version = "
     """Write a tiny LTX-2: 32x32x8 compression to 128 channels, one token per latent cell, Gemma 3, and sound.
 
     Raises:
-        ValueError: there is no such version.
+        ValueError: the version is unknown.
     """
     if version not in _VERSIONS:
         raise InputError(f"unknown LTX-2 version {version!r}; valid: {', '.join(_VERSIONS)}", "unknown")

@@ -48,7 +48,7 @@ def build_skyreels_v2(
         inject_sample_info: whether the network takes the frame rate; default: as the published ones of the version.
 
     Raises:
-        ValueError: there is no such version.
+        ValueError: the version is unknown.
     """
     if version not in _VERSIONS:
         raise InputError(f"unknown SkyReels-V2 version {version!r}; valid: {', '.join(_VERSIONS)}", "unknown")

@@ -40,7 +40,7 @@ def build_wan(directory: Path | str, *, seed: int = 0, version: WanVersion = "t2
     """Write a tiny Wan: 8x8x4 compression to 16 channels (5B: 16x16x4 to 48), 1x2x2 patches, UMT5, CLIP for images.
 
     Raises:
-        ValueError: there is no such version.
+        ValueError: the version is unknown.
     """
     if version not in _VERSIONS:
         raise InputError(f"unknown Wan version {version!r}; valid: {', '.join(_VERSIONS)}", "unknown")

@@ -50,7 +50,8 @@ _OF_BYTES = ("ByT5Tokenizer",)
 #: Keys of counts and sizes in configs of networks and schedulers: of layers and steps, and others.
 _COUNT = re.compile(
     r"(.*_)?(num_(\w+_)?(layers|heads|blocks|train_timesteps|groups)|layers_per_block|\w*channels|\w+_dim|dim_mult"
-    r"|\w*max_(distance|position_embeddings|seq_len|text_seq_length)|patch_size(_t)?|(spatial|temporal)_compression_ratio|(hidden|intermediate|vocab|image)_size|d_model|d_ff|d_kv)"
+    r"|\w*max_(distance|position_embeddings|seq_len|text_seq_length)|patch_size(_t)?"
+    r"|(spatial|temporal)_compression_ratio|(hidden|intermediate|vocab|image)_size|d_model|d_ff|d_kv)"
 )
 _LAYERS = re.compile(r"layers|blocks|timesteps")
 _OPTIONAL_LAYERS = re.compile(r".*layers_per_block|num_\w+_layers(?<!num_hidden_layers)|.*num_\w*(blocks|groups)")
