@@ -21,6 +21,7 @@ from finetrainers.data.buckets.frames import num_available, playback_fps
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.reading.media import open_image
 from finetrainers.data.video.decode import load_clip, read_frames
+from finetrainers.models.decoding import in_vae_dtype
 from finetrainers.models.spec import (
     ModelComponents,
     ModelSpec,
@@ -275,7 +276,7 @@ def _pipeline(spec: ModelSpec, parts: SamplingComponents, *, image_to_video: boo
     pipeline = spec.pipeline(parts.transformer, parts.vae, parts.scheduler, image_to_video=image_to_video)
     pipeline.set_progress_bar_config(disable=True)
     # Clips may be encoded by some of these on the device between samples.
-    with spec.companions.on(None if offload else parts.device):
+    with spec.companions.on(None if offload else parts.device), in_vae_dtype(parts.vae):
         if not offload:
             yield pipeline
             return
