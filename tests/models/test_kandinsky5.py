@@ -146,6 +146,7 @@ def test_attention_is_dense_in_checkpoints_of_sparse_attention(tiny_repo: Callab
     made = []
     for place in (repo, tiny_repo("kandinsky5")):
         spec = spec_of(place)
+        assert bool(spec.facts.notes) == (place == repo)
         rows = spec.encode_text(spec.load_text_encoders(), PROMPTS[:2])
         pipeline = spec.pipeline(spec.load_transformer(torch.float32), spec.load_vae(), spec.load_scheduler())
         pipeline.set_progress_bar_config(disable=True)
@@ -161,6 +162,8 @@ def test_checkpoints_are_distinguished_by_their_pipeline(tiny_repo: Callable[...
     assert (read({"transformer": network}).first_frame, read({"transformer": network}).needs_image) == ("none", False)
     facts = read({**animates, "transformer": network})
     assert (facts.first_frame, facts.needs_image, facts.first_frame_p, facts.heads) == ("tokens", True, 1.0, 28)
+    sizes = (509, 512, 768), (513, 512, 768), (5, 2048, 2048), (5, 2048, 2064)
+    assert [bool(facts.geometry.problems(*size)) for size in sizes] == [False, True, False, True]
     with refused("unsupported", "visual_cond"):
         read({**animates, "transformer": {**network, "visual_cond": False}})
     family, spec = get_family("kandinsky5"), spec_of(tiny_repo("kandinsky5"))
