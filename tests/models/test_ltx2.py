@@ -76,7 +76,7 @@ def test_the_text_of_2_3_sees_the_noise_level_of_the_clip(tiny_repo: Callable[..
     assert calls[0]["timestep"][0].tolist() == pytest.approx([0.0] * 4 + [700.0] * 8)
 
 
-@pytest.mark.parametrize("targets", [None, ["to_q", "to_out.0"], [r".*\.to_[kv]"]])
+@pytest.mark.parametrize("targets", [None, ["to_q", "to_out.0"], [r"(?i)(?s).*\.TO_[kv]"]])
 def test_no_layer_of_sound_gets_a_lora(
     targets: list[str] | None, tiny_repo: Callable[..., Path], tmp_path: Path
 ) -> None:
