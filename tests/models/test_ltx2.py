@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
 from refusals import refused, refused_options
 from safetensors import safe_open
@@ -22,6 +23,7 @@ from finetrainers.models.batch import PromptEmbeds, SampleRequest, VideoMeta
 from finetrainers.models.ltx2 import LTX2Spec
 from finetrainers.models.registry import get_family
 from finetrainers.plan.trainable import make_trainable, trainable_parameters
+from finetrainers.training.trained_weights import attach_lora
 
 VERSIONS = ("2.0", "2.3")
 SOUND = ("audio", "av_cross_attn", "a2v")
@@ -118,6 +120,18 @@ def test_a_lora_of_another_version_is_told(
     assert not caplog.records
     other.read_lora(path)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_layers_of_sound_in_a_lora_are_counted(
+    tiny_repo: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = spec_of(tiny_repo("ltx2"))
+    network: Any = spec.transformer_on_meta()
+    network.add_adapter(LoraConfig(r=2, target_modules=["attn1.to_q", "audio_attn1.to_q"]))
+    weights = {name: torch.ones(tensor.shape) for name, tensor in get_peft_model_state_dict(network).items()}
+    (path,) = spec.save_lora(tmp_path, weights, network.peft_config["default"].to_dict())
+    attach_lora(path, spec.load_transformer(torch.float32), spec=spec)
+    assert " 2 layers" in capsys.readouterr().out
 
 
 def test_the_prompt_comes_before_the_learned_tokens(tiny_repo: Callable[..., Path]) -> None:
