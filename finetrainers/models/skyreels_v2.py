@@ -111,9 +111,9 @@ class SkyReelsV2Spec(WanSpec):
         return t[:, None].expand(-1, x.shape[2]) if self.is_forcing and t.ndim == 1 else t
 
     def rate_arguments(self, network: Any, meta: VideoMeta) -> dict[str, Any]:
-        """Return the index of the frame rate's embedding, if the network has one; the first clip's for diffusion forcing.
+        """Return the index of the frame rate's embedding, if the network has one.
 
-        See `_rates_of_clips` for the others.
+        For diffusion forcing it is the first clip's; see `_rates_of_clips` for the others.
         """
         arguments = {"enable_diffusion_forcing": True} if self.is_forcing else {}
         if not network.config.inject_sample_info:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.ltx2.utils import DEFAULT_NEGATIVE_PROMPT
 from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
 from refusals import refused, refused_options
@@ -194,6 +195,7 @@ def test_noise_levels_are_those_of_the_authors_trainer(tokens: int) -> None:
 def test_ltx_2_5_is_refused() -> None:
     read = get_family("ltx2").read
     assert (read({}).version, read({"transformer": {"cross_attn_mod": True}}).version) == ("LTX-2.0", "LTX-2.3")
+    assert read({}).defaults["validation_negative_prompt"] == DEFAULT_NEGATIVE_PROMPT
     with refused("unsupported", "LTX-2.5"):
         read({"transformer": {"cross_attn_mod": True, "ff_bias": False}})
 
