@@ -192,12 +192,18 @@ def test_noise_levels_are_those_of_the_authors_trainer(tokens: int) -> None:
     assert 150 < uniform < 250
 
 
-def test_ltx_2_5_is_refused() -> None:
+def test_other_networks_are_refused() -> None:
     read = get_family("ltx2").read
     assert (read({}).version, read({"transformer": {"cross_attn_mod": True}}).version) == ("LTX-2.0", "LTX-2.3")
     assert read({}).defaults["validation_negative_prompt"] == DEFAULT_NEGATIVE_PROMPT
     with refused("unsupported", "LTX-2.5"):
         read({"transformer": {"cross_attn_mod": True, "ff_bias": False}})
+    for part, other in (
+        ("transformer", {"patch_size": 2}),
+        ("connectors", {"video_connector_num_learnable_registers": None}),
+    ):
+        with refused("unsupported"):
+            read({part: other})
 
 
 @pytest.mark.parametrize("version", VERSIONS)
