@@ -33,7 +33,7 @@ from finetrainers.utils.failures import InputError
 
 from . import common
 from .batch import Batch, ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta
-from .common import input_dtype
+from .common import input_dtype, rotate_pairs
 from .compiling import unwrap
 from .flops import AttentionSpec, Flops, Tokens, flops_formula
 from .hunyuan_video import HunyuanVideoSpec, mask_bytes
@@ -92,8 +92,7 @@ def _rotate(x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Gradients of a network in fp32 are not rounded.
     """
-    first, second = x_BSHD.float().unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1).flatten(-2)
+    rotated = rotate_pairs(x_BSHD.float(), cos, sin)
     if x_BSHD.dtype == torch.bfloat16:
         return rotated.to(torch.bfloat16)
     rounding = rotated.detach().to(torch.bfloat16).float() - rotated.detach()  # exact, and so is its sum with `rotated`
