@@ -67,7 +67,7 @@ class Facts:
 
     Attributes:
         geometry: size rules.
-        text_parts: tokenizers and text encoders, in the order in which they are loaded.
+        text_parts: tokenizers and text encoders, in loading order.
         clip_parts: the VAE, and other parts that encode clips, such as an image encoder with its processor.
         companions: frozen parts that sampling needs, beside the VAE; some of them may be `clip_parts`.
         trained: the part that is trained.

@@ -239,7 +239,7 @@ def rotate_pairs(x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def unused_weights(network: nn.Module) -> str | None:
-    """Return the expression that is found in the names of a network's unused weights, or None if it has none."""
+    """Return the expression that matches the names of a network's unused weights, or None if it has none."""
     return network.__dict__.get(_UNUSED)
 
 

@@ -59,8 +59,8 @@ _COUNTED: dict[str, dict[str, tuple[float, float, float, float, float, float]]] 
         "full-finetune without autocast": (61.2, 23.4, 1.0, 38.6, 89.4, 20.4),
     },
 }
-for _kinds in _COUNTED.values():
-    _kinds["full-finetune-bf16"] = _kinds["full-finetune without autocast"]
+for _counts in _COUNTED.values():
+    _counts["full-finetune-bf16"] = _counts["full-finetune without autocast"]
 _ROTATIONS = {"interleaved": apply_interleaved_rotary_emb, "split": apply_split_rotary_emb}
 
 

@@ -65,8 +65,8 @@ class ModelSpec(PretrainedModel):
     token_plan: SequenceParallelPlan | None = None
     #: Whether the pipeline's guidance is one call of the transformer with both prompts, not a call for each of them.
     guides_in_one_call: bool = True
-    #: Arguments of the network that the family sets otherwise than its pipeline, by name: a value that it forces on the
-    #: pipeline's calls in samples, too, or None if the prediction does not depend on the argument.
+    #: Arguments of the network that the family sets otherwise than its pipeline, by name: a value that it also forces
+    #: on the pipeline's calls in samples, or None if the prediction does not depend on the argument.
     own_arguments: ClassVar[Mapping[str, Any]] = {}
     #: Arguments of the pipeline's calls that samples have otherwise than by its defaults.
     pipeline_arguments: ClassVar[Mapping[str, Any]] = {}
@@ -91,7 +91,7 @@ class ModelSpec(PretrainedModel):
     )  # fmt: skip
     #: Modules whose frozen weights the network's class keeps in fp32, where these are more than a few: parts of names.
     fp32_weights: tuple[str, ...] = ()
-    #: Tokens that go through each layer, by the first expression found in its name, and the attentions; see `flops`.
+    #: Tokens that go through each layer, by the first expression that its name matches; see `flops`.
     #: Without streams, dropout is refused with `--sp_size`.
     streams: ClassVar[Mapping[str, Stream]] = {}
     attentions: ClassVar[Sequence[AttentionSpec]] = ()
@@ -296,7 +296,7 @@ class ModelSpec(PretrainedModel):
         """Return the part that makes each tensor of `encode_clip`, in whose dtype it is, and its shape for one clip.
 
         Args:
-            network: the transformer, which tells the channels of latents.
+            network: the transformer, which has the channels of latents.
             size: frames, height and width of the clip.
         """
         frames = {MOMENTS: size[0], **{f"{name}_{MOMENTS}": size[0] for name in self.facts.media}}

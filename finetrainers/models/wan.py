@@ -409,7 +409,7 @@ class WanSpec(ModelSpec):
         if not self.facts.last_frame:
             return call
         if request.last_image is None:
-            raise InputError(f"this checkpoint of {self.name} needs a last image, too", "required")
+            raise InputError(f"this checkpoint of {self.name} also needs a last image", "required")
         return {**call, "last_image": request.last_image}
 
     def sample(
