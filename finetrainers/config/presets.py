@@ -14,7 +14,7 @@ from typing import Any
 from finetrainers.utils.launch import launched_to_split_weights
 
 from .given import RawOptions
-from .grpo import COMPARING_METHODS
+from .methods import trait
 from .shape import value_cell
 
 #: Values and their sources, by option.
@@ -74,7 +74,7 @@ def preset_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the preset named in `options`; empty without a known one, or for another method."""
     name = options.get("grpo_preset")
     preset = PRESETS.get(name) if isinstance(name, str) else None
-    if preset is None or options.get("method") not in COMPARING_METHODS:
+    if preset is None or not trait(options.get("method"), "compares"):
         return {}
     settings = preset.options(options.get("training_type") or "lora")
     # An amount of noise is in units of its kernel.
@@ -223,8 +223,8 @@ PRESETS: dict[str, Preset] = {
         settings={
             **_from(_NFT, sampling_steps=10, num_generations=24, prompts_per_step=48,
                     updates_per_rollout=1, rollout_cfg=1.0, nft_beta=1.0, nft_kl=1e-4),
-            **_from(f"{_NFT_CODE}, `decay_type` 1", nft_decay=[0.0, 0.001, 0.5]),
-            **_from("`config/base.py`: 0.99 of 10 steps", nft_timesteps=9),
+            **_from(f"{_NFT_CODE}, `decay_type` 1", old_policy_decay=[0.0, 0.001, 0.5]),
+            **_from("`config/base.py`: 0.99 of 10 steps", noise_levels=9),
             **_FLOW_SHARED,
             **_from(_FLOW_BASE, advantage="global_std", use_ema=True),
             **_from(_NFT_CODE, init_same_noise=False, ema_decay=0.9, lr_scheduler="constant"),
@@ -233,8 +233,8 @@ PRESETS: dict[str, Preset] = {
         omitted_settings=(
             "of the checkpoint: images of 512x512;",
             "clips are sampled with a second-order solver there, with Euler steps here;",
-            "`nft_beta` is 0.1 and `sampling_steps` 25 for several rewards; for OCR `nft_beta` is 0.1, `nft_decay` "
-            "75:0.0075:0.999 and `updates_per_rollout` 2; full finetuning is refused there.",
+            "`nft_beta` is 0.1 and `sampling_steps` 25 for several rewards; for OCR `nft_beta` is 0.1, "
+            "`old_policy_decay` 75:0.0075:0.999 and `updates_per_rollout` 2; full finetuning is refused there.",
         ),
     ),
     "flash": Preset(

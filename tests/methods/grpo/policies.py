@@ -208,7 +208,7 @@ def make_grpo(*process: Any, **options: Any) -> GRPO:
 
 
 def make_nft(model: Any, *process: Any, **options: Any) -> NFT:
-    given = {"init_same_noise": False, "nft_timesteps": 2, "nft_kl": 0.0, **options}
+    given = {"init_same_noise": False, "noise_levels": 2, "nft_kl": 0.0, **options}
     return NFT(make_parts(*process, model=model, method="nft", **given))
 
 

@@ -40,7 +40,7 @@ def grpo(*process: Any, **options: Any) -> GRPO:
 
 
 def nft(model: nn.Module, **options: Any) -> Any:
-    return make_nft(model, nft_decay=[0.0, 0.05, 0.5], nft_beta=0.1, **options)
+    return make_nft(model, old_policy_decay=[0.0, 0.05, 0.5], nft_beta=0.1, **options)
 
 
 @pytest.mark.rotating
