@@ -13,8 +13,9 @@ from .option import option
 from .rewards import Reward
 from .values import ROUNDING, Fractions, VideoBucket, parse_numbers, range_between
 
-PresetName = Literal["dancegrpo", "flow-grpo", "flow-grpo-fast", "mixgrpo", "nft", "flash"]
+PresetName = Literal["dancegrpo", "flow-grpo", "flow-grpo-fast", "mixgrpo", "nft", "awm", "flash"]
 Kernel = Literal["flow", "dance", "cps", "ddim", "ode"]
+MatchingLoss = Literal["uniform", "t", "t2", "ghuber"]
 
 _NotNegative = Annotated[float, Field(ge=0)]
 
@@ -85,7 +86,7 @@ class GRPOSection(Section):
         "is rounded down.", resume="same", readers="trains_steps", gt=0, le=1)
 
     clip_range: float | None = option(None, "Clip range epsilon of the probability ratio. The default is 0.1 / "
-        "sqrt(D) for D latent values.", resume="free", readers="clips_ratio", gt=0)
+        "sqrt(D) for D latent values, and 1 for `awm`.", resume="free", readers="clips_ratio", gt=0)
     advantage: Literal["group_std", "global_std", "mean_only"] = option("group_std", "Standard deviation that "
         "advantages are divided by: of the prompt's scores, of the rollout's scores, or none.", resume="free",
         readers="compares")
@@ -120,6 +121,13 @@ class GRPOSection(Section):
         readers="trains_noised", former_name="nft_timesteps", ge=1, le=10_000)
     noise_level_range: Fractions = option([0.0, 1.0], "Fractions of the sampler's schedule that bound these noise "
         "levels; 0 is pure noise.", resume="free", readers="trains_noised", min_length=2, max_length=2)
+    old_policy_kl: float = option(1.0, "Weight of the distance from the EMA of the policy, in units of the advantage "
+        "clip. 0 disables it.", resume="free", readers="matches", ge=0)
+    matching_loss: MatchingLoss = option("ghuber", "Negative log-likelihood of a clip, from its mean squared error m "
+        "at noise level t: m (`uniform`), t m (`t`), t^2 m (`t2`), or t m^p / p (`ghuber`), p being "
+        "`matching_power`.", resume="free", readers="matches")
+    matching_power: float = option(0.25, "Power of the error; 0.5 is the Huber loss.", resume="free",
+        readers="matches", needs="matching_loss=ghuber", gt=0, le=1)
 
     trajectory_dtype: Literal["fp32", "bf16", "fp16"] = option("fp32", "Dtype in which sampled latents are stored "
         "until they are trained.", resume="free", readers="trains_steps")

@@ -27,7 +27,7 @@ from .files import read_text
 from .given import Locate, RawOptions
 from .methods import METHODS, trait
 from .names import DEPENDENT, INSTEAD, SAME, VALUES, translate_dependent, translate_names, unknown_option
-from .presets import fill_preset
+from .presets import fill_preset, imply_method
 from .root import OWN_TABLES, TrainConfig, belongs, fields, flat_name, former_names, has_table, sections, split_name
 
 #: Lines of a TOML file: a part of a key, the header of a table, and a key with its value.
@@ -196,6 +196,7 @@ def build_config(sources: Sequence[RawOptions]) -> TrainConfig:
         translate_names(source, others=FOREIGN if trait(method, "compares") else ())
         merged.override(source)
     translate_dependent(merged)
+    imply_method(merged)
     translate(merged)
     fill_preset(merged)
     if os.environ.get("RANK", "0") == "0":

@@ -113,6 +113,9 @@ register_method(
     "nft", "finetrainers.methods.grpo.nft:NFT", spec="finetrainers.methods.grpo.forward_spec:ImplicitPolicies"
 )
 register_method(
+    "awm", "finetrainers.methods.grpo.awm:AWM", spec="finetrainers.methods.grpo.forward_spec:AdvantageMatching"
+)
+register_method(
     "refl", "finetrainers.methods.refl:RewardGradients", spec="finetrainers.methods.refl_spec:DifferentiableRewards"
 )
 register_method("dpo", "finetrainers.methods.dpo.method:DPO", spec="finetrainers.methods.dpo.spec:PreferencePairs")

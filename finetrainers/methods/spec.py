@@ -234,6 +234,7 @@ class MethodSpec:
         trains_steps: whether it trains denoising steps of rollouts, which must be stochastic.
         trains_noised: whether it adds new noise to sampled clips, and compares predictions with an older policy's.
         contrasts: whether it contrasts policies that are implied by its prediction and the older one.
+        matches: whether the loss of pretraining is its log-likelihood of a clip.
         clips_ratio: whether its loss clips the ratio of policies.
         kl_option: option that weighs the distance to the reference model, or None if the loss has none.
         reference: the reference model of a run that begins with a LoRA: the network with it (`start`), or without it
@@ -252,6 +253,7 @@ class MethodSpec:
     trains_steps = False
     trains_noised = False
     contrasts = False
+    matches = False
     clips_ratio = False
     kl_option: str | None = None
     reference: Literal["start", "base"] = "start"

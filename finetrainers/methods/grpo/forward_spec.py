@@ -33,3 +33,14 @@ class ImplicitPolicies(NoisedClips):
 
     def weight_copies(self, config: TrainConfig) -> list[str]:
         return ["the sampling policy"]
+
+
+class AdvantageMatching(NoisedClips):
+    """Advantage Weighted Matching, which clips the ratio of matching losses."""
+
+    matches = True
+    clips_ratio = True
+
+    def weight_copies(self, config: TrainConfig) -> list[str]:
+        average = ["the EMA of --old_policy_kl"] if config.grpo.old_policy_kl else []
+        return average + (["the policy of the rollout"] if config.grpo.updates_per_rollout > 1 else [])

@@ -72,6 +72,8 @@ def check_rollouts(config: TrainConfig, facts: Facts, *, world_size: int, copies
             "this network does not take guidance as an input; remove it. Classifier-free guidance is --rollout_cfg",
             "unsupported",
         )
+    if trait(config.training.method, "clips_ratio"):
+        yield from _check_policy(config)
     yield from _check_length(config)
     yield from _check_evaluation(config)
     yield from _check_hacking(config)
@@ -83,7 +85,6 @@ def check_rollouts(config: TrainConfig, facts: Facts, *, world_size: int, copies
 
 def check_policy_gradients(config: TrainConfig, *, is_flow: bool) -> Iterator[Finding]:
     """Check the rules of methods that train the rollout's steps."""
-    yield from _check_policy(config)
     yield from _check_rollout_gradients(config)
     yield from _check_noise(config.grpo, is_flow=is_flow)
     yield from _check_window(config)
