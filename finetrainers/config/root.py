@@ -209,8 +209,8 @@ def readers(name: str) -> list[str]:
     """Return the methods that read an option. Installed packages are searched unless the option names its methods."""
     option = fields()[name]
     declared = [option.readers] if option.readers else sections()[option.section].methods
-    known = METHODS.all() if not declared or None in map(METHODS.get, declared) else declared
-    return [method for method in known if reads(method, name)]
+    methods = METHODS.all() if not declared or None in map(METHODS.get, declared) else declared
+    return [method for method in methods if reads(method, name)]
 
 
 def flat_name(key: str, table: str | None) -> str:

@@ -25,6 +25,7 @@ class DifferentiableRewards(RewardFinetuning):
     """Reward gradients, which sample clips for prompts, as policy gradients do, and differentiate the rewards."""
 
     compares = False
+    differentiates = True
 
     def option_rules(self, config: TrainConfig, facts: Facts, *, world_size: int) -> Iterator[Finding]:
         yield from super().option_rules(config, facts, world_size=world_size)

@@ -236,6 +236,7 @@ class MethodSpec:
         contrasts: whether it contrasts policies that are implied by its prediction and the older one.
         matches: whether the loss of pretraining is its log-likelihood of a clip.
         clips_ratio: whether its loss clips the ratio of policies.
+        differentiates: whether it backpropagates rewards through the VAE and the last denoising steps.
         kl_option: option that weighs the distance to the reference model, or None if the loss has none.
         reference: the reference model of a run that begins with a LoRA: the network with it (`start`), or without it
             (`base`).
@@ -255,6 +256,7 @@ class MethodSpec:
     contrasts = False
     matches = False
     clips_ratio = False
+    differentiates = False
     kl_option: str | None = None
     reference: Literal["start", "base"] = "start"
     source = "finetrainers.data.loading.training_data:TrainingData"
