@@ -35,7 +35,7 @@ _DANCEGRPO: dict[str, Any] = {
 }
 _NFT: dict[str, Any] = {
     "method": "nft",
-    "nft_timesteps": 2,
+    "noise_levels": 2,
     "nft_kl": 0.0,
     "init_same_noise": False,
     "kl_coef": None,
@@ -100,7 +100,7 @@ _WHOLE: dict[str, Any] = {
 }
 _FORWARD: dict[str, Any] = {
     "method": "nft",
-    "nft_timesteps": 2,
+    "noise_levels": 2,
     "init_same_noise": False,
     "nft_kl": 1e-3,
     "kl_coef": None,

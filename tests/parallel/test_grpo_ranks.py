@@ -32,7 +32,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "prompts_per_step": 2,
         "method": "nft",
         "init_same_noise": False,
-        "nft_timesteps": 2,
+        "noise_levels": 2,
         "seed": 0,
         "selective_rollouts": 1e-9,
         "advantage_std_floor": 1e-3,

@@ -37,7 +37,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "nft": {
         "method": "nft",
         "init_same_noise": False,
-        "nft_timesteps": 2,
+        "noise_levels": 2,
         "sampler": None,
         "selective_rollouts": 1e-9,
         "advantage_std_floor": 1e-3,

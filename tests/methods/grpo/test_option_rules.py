@@ -87,7 +87,7 @@ def test_a_plain_run_has_no_findings(family, options):
         ({"sampler": "cps", "eta": 1.2}, "eta", "invalid", "up to 1, got 1.2"),
         ({"method": "nft"}, "init_same_noise", "unsupported", "--no-init_same_noise"),
         ({**NFT, "sampler": "flow"}, "sampler", "unsupported", "use ode"),
-        ({**NFT, "nft_decay": [0, 0.1, 1.0]}, "nft_decay", "invalid", "uphold 1:"),
+        ({**NFT, "old_policy_decay": [0, 0.1, 1.0]}, "old_policy_decay", "invalid", "uphold 1:"),
         ({**REFL, "draft_k": 11}, "draft_k", "conflict", "10 --sampling_steps; "),
         ({**REFL, "updates_per_rollout": 2}, "updates_per_rollout", "unsupported", "--method refl"),
         ({**REFL, "best_of_n": 2}, "best_of_n", "unsupported", "--method refl"),
