@@ -50,8 +50,8 @@ def encode(
     device = common.encoder_device(encoders)
     interleave = _INTERLEAVE_OF_NEGATIVE if images is None else _INTERLEAVE[kind]
     black = Image.new("RGB", (64, 64), 0)
-    given = [black] * len(prompts) if images is None else images
-    pil_images = [to_pil(image) if isinstance(image, Tensor) else image for image in given]
+    images = [black] * len(prompts) if images is None else images
+    pil_images = [to_pil(image) if isinstance(image, Tensor) else image for image in images]
     rows = []
     for prompt, image in zip(prompts, pil_images, strict=True):
         embeds, pooled, mask = pipeline.encode_prompt(

@@ -27,7 +27,7 @@ from . import common, given_frames
 from .batch import Batch, ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta, even_bounds, noised
 from .common import DTYPES, fix_input_dtype, input_dtype, leave_out_unused, unused_weights
 from .compiling import compile_blocks, unwrap
-from .decoding import decode_gradient, decode_videos, recompute_decoder
+from .decoding import decode_gradient, decode_videos, in_vae_dtype, recompute_decoder
 from .files.files import MODEL_INDEX, source_option
 from .files.saving import remove_full, weight_files
 from .files.weights import are_mapped, network_on_meta
@@ -43,9 +43,9 @@ from .tiling import Size, retry_vae_on_oom, sliced_for_memory, tiled_alike, tile
 __all__ = [
     "DTYPES", "FIRST_FRAME", "MOMENTS", "OPERATOR_BODIES", "Batch", "Conditions", "FlopMeter", "ModelComponents",
     "ModelSpec", "Parts", "PromptEmbeds", "SampleRequest", "VAEStats", "VideoMeta", "are_mapped", "check_split",
-    "decode_gradient", "encoded_bytes", "even_bounds", "fix_input_dtype", "frozen_bytes", "input_dtype",
-    "leave_out_unused", "network_on_meta", "pixel_size", "remove_full", "source_option", "tiled_for_memory",
-    "to_unit_range", "unused_weights", "unwrap", "vae_working_bytes", "weight_files",
+    "decode_gradient", "encoded_bytes", "even_bounds", "fix_input_dtype", "frozen_bytes", "in_vae_dtype",
+    "input_dtype", "leave_out_unused", "network_on_meta", "pixel_size", "remove_full", "source_option",
+    "tiled_for_memory", "to_unit_range", "unused_weights", "unwrap", "vae_working_bytes", "weight_files",
 ]  # fmt: skip
 Conditions, Parts = PromptEmbeds, ModelComponents  # their names in version 0.1, for families from outside
 

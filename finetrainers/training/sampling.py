@@ -21,12 +21,12 @@ from finetrainers.data.buckets.frames import num_available, playback_fps
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.reading.media import open_image
 from finetrainers.data.video.decode import load_clip, read_frames
-from finetrainers.models.decoding import in_vae_dtype
 from finetrainers.models.spec import (
     ModelComponents,
     ModelSpec,
     PromptEmbeds,
     SampleRequest,
+    in_vae_dtype,
     retry_vae_on_oom,
     to_unit_range,
 )
