@@ -136,8 +136,6 @@ def preflight(
         _check_output_dir(config, family, findings)
     earlier = scan_checkpoints(config.run.output_dir)
     config, checkpoint, initial = _find_weights(config, findings, damaged or {})
-    if initial is not None and initial.kind == "full":
-        config = with_options(config, "model", transformer_id=str(initial.path))
     facts, is_readable = _find_facts(config, family, initial, weights=weights, findings=findings)
     config = resolve_other_expert(config, facts, findings)
     if method is not None and checkpoint is None:
@@ -145,28 +143,16 @@ def preflight(
     prompts = read_prompts(config, findings)
     scored = _read_scored(config, method, findings)
     rules = option_findings(config, facts, prompts, scored, device=target_device(config))
-    findings.errors += rules.errors
-    findings.warnings += rules.warnings
+    findings.add(rules.errors, rules.warnings)
     _check_result(config, facts, findings)
     config = _with_media(config, facts)
     if not preparing:
-        check_tracker(config, findings)
-        if earlier and config.training.resume_from_checkpoint is None:  # including damaged ones
-            message = (
-                f"{config.run.output_dir} holds checkpoints of an earlier run; continue it with "
-                "--resume_from_checkpoint latest, or use another directory"
-            )
-            findings.error("output_dir", message, "occupied")
-    start = None
-    plan = None if method is None else _find_work(config, facts, method, planner, findings)
-    if plan is not None:
-        config = choose_by_data(config, facts, plan, resumes=checkpoint is not None)
-        config = _check_work(config, facts, plan, prompts, scored, findings)
-    if plan is not None and is_readable and not _has_problem(findings, ("init_from", "resume_from_checkpoint")):
-        begin: Callable[..., Start] = new_run if checkpoint is None else partial(resume_run, checkpoint=checkpoint)
-        with collecting_problems(findings.errors, "--resume_from_checkpoint"):
-            start = begin(config, plan, initial=initial, data_size=config.parallel.data_size(launched_processes()))
-    if findings.errors or plan is None or start is None:
+        _check_records(config, earlier, findings)
+    plan = _find_work(config, facts, method, planner, findings)
+    config = choose_by_data(config, facts, plan, resumes=checkpoint is not None)
+    config = _check_work(config, facts, plan, prompts, scored, findings)
+    start = _find_start(config, plan, checkpoint, initial, findings) if is_readable else None
+    if findings.errors or start is None:
         raise ConfigError(findings.errors)
     warnings = [*findings.warnings, *plan.warnings, *start.warnings]
     return ResolvedRun(config, facts, prompts, plan, start, warnings, earlier, scored=scored)
@@ -222,17 +208,51 @@ def _find_method(config: TrainConfig, findings: Findings) -> MethodSpec | None:
     return None
 
 
+def _check_records(config: TrainConfig, earlier: Sequence[CheckpointInfo], findings: Findings) -> None:
+    """Report missing trackers, and checkpoints, including damaged ones, that the run does not continue."""
+    check_tracker(config, findings)
+    if earlier and config.training.resume_from_checkpoint is None:
+        message = (
+            f"{config.run.output_dir} holds checkpoints of an earlier run; continue it with "
+            "--resume_from_checkpoint latest, or use another directory"
+        )
+        findings.error("output_dir", message, "occupied")
+
+
+def _find_start(
+    config: TrainConfig,
+    plan: TrainingSet,
+    checkpoint: Path | None,
+    initial: InitialWeights | None,
+    findings: Findings,
+) -> Start | None:
+    """Return the start of a new or resumed run, or None if the findings have errors about it."""
+    if _has_problem(findings, ("init_from", "resume_from_checkpoint")):
+        return None
+    begin: Callable[..., Start] = new_run if checkpoint is None else partial(resume_run, checkpoint=checkpoint)
+    with collecting_problems(findings.errors, "--resume_from_checkpoint"):
+        return begin(config, plan, initial=initial, data_size=config.parallel.data_size(launched_processes()))
+    return None
+
+
 def _find_work(
-    config: TrainConfig, facts: Facts, method: MethodSpec, planner: Planner, findings: Findings
-) -> TrainingSet | None:
-    """Return the work of the run, or None and errors among the findings if it cannot be determined."""
+    config: TrainConfig, facts: Facts, method: MethodSpec | None, planner: Planner, findings: Findings
+) -> TrainingSet:
+    """Return the work of the run.
+
+    Raises:
+        ConfigError: it cannot be determined; with all problems.
+    """
+    plan = None
     backend = backend_problem(config.data.video_backend)
     if backend is not None:  # it would fail for every clip
         findings.error("video_backend", backend, "not_installed")
-        return None
-    with collecting_problems(findings.errors, "data", DataError):
-        return planner(config, facts.geometry, sizes_are_wrong=_has_problem(findings, method.size_options))
-    return None
+    elif method is not None:
+        with collecting_problems(findings.errors, "data", DataError):
+            plan = planner(config, facts.geometry, sizes_are_wrong=_has_problem(findings, method.size_options))
+    if plan is None:
+        raise ConfigError(findings.errors)
+    return plan
 
 
 def _check_work(
@@ -315,6 +335,8 @@ def _find_weights(
     if not findings.errors:
         with collecting_problems(findings.errors, "--init_from"):
             initial = initial_weights(config, checkpoint)
+    if initial is not None and initial.kind == "full":
+        config = with_options(config, "model", transformer_id=str(initial.path))
     return config, checkpoint, initial
 
 

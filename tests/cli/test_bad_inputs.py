@@ -94,6 +94,8 @@ def test_places_in_which_nothing_can_be_made(odd: Path, monkeypatch: pytest.Monk
         name = "/proc/x.html" if command[-1] == "--output" and command[0] == "report" else "/proc/x"
         code, problems = refused_command([*command, name])
         assert (code, command[-1]) in [(2, where) for where, _ in problems], (command, problems)
+    for name in ("pipe", "none"):
+        assert ("--text_encoder_id", "not_found") in refused_command(["train", *MODEL, "--text_encoder_id", name])[1]
     Path("broken").symlink_to("none")
     command = ["train", *MODEL, "--data_root", ".", "--output_dir", "broken/x"]
     assert ("--output_dir", "invalid") in refused_command(command)[1]

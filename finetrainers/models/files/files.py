@@ -422,6 +422,10 @@ def _examine(config: ModelSection, part: str, weights: bool, on_cuda: bool) -> I
             "--text_encoder_2_path"
         )
         return
+    if not is_local and not is_hub_id(place):
+        message = f"directory not found: {shortened(printable(place), 300)}; use a directory in diffusers layout, or a "
+        yield InputError(message + "Hub id", "not_found")
+        return
     folder = root / within if is_local else folder_on_disk(config, part)
     if is_local and not (root / within).is_dir():
         contents = ", ".join(sorted(path.name for path in root.iterdir())[:12]) or "nothing"
