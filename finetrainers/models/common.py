@@ -140,7 +140,7 @@ def load_scheduler(config: ModelSection) -> Any:
     # Any scheduler class reads the file; which one it describes is in `_class_name`.
     raw = load_part(FlowMatchEulerDiscreteScheduler.load_config, config, "scheduler")
     place = config.pretrained_model_name_or_path
-    cls = getattr(diffusers, str(raw.get("_class_name")), None)
+    cls: Any = getattr(diffusers, str(raw.get("_class_name")), None)
     if not isinstance(cls, type):
         raise InputError(
             f"the scheduler of {place} is a {raw.get('_class_name')}, which the installed diffusers "

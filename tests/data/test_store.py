@@ -188,7 +188,7 @@ def test_a_damaged_entry_that_cannot_be_removed_is_named(tmp_path: Path, monkeyp
     monkeypatch.setattr(Path, "unlink", mock.Mock(side_effect=denied))
     with pytest.raises(CacheError, match=rf"{cache.path(name(1))} is damaged .*denied.*--repair.*--precompute_dir"):
         cache.missing([name(1)])
-    with pytest.raises(CacheError, match="cannot be removed: denied"):
+    with pytest.raises(CacheError, match="denied"):
         CacheMaintenance(tmp_path).repair([Damage(name(1), "", "")])
     monkeypatch.setattr(Path, "mkdir", mock.Mock(side_effect=denied))
     with pytest.raises(CacheError, match=rf"{cache.path(name(2))} is missing .*denied.*--precompute_dir"):

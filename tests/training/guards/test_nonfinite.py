@@ -148,7 +148,7 @@ def test_going_back_has_its_limits(
     values = options(train_steps=4, on_nonfinite="rollback", checkpointing_steps=2, max_nonfinite_steps=1)
     with monkeypatch.context() as patch:
         poison(patch, {1})
-        with pytest.raises(NonFiniteError, match=r"step 1 .*run/checkpoints.*--lr is not the cause"):
+        with pytest.raises(NonFiniteError, match=r"step 1 .*run/checkpoints.*config files"):
             run(**values)
     with monkeypatch.context() as patch:
         poison(patch, {3, 4})
