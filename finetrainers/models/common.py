@@ -141,7 +141,7 @@ def load_scheduler(config: ModelSection) -> Any:
     raw = load_part(FlowMatchEulerDiscreteScheduler.load_config, config, "scheduler")
     place = config.pretrained_model_name_or_path
     cls = getattr(diffusers, str(raw.get("_class_name")), None)
-    if not hasattr(cls, "from_config"):
+    if cls is None or not hasattr(cls, "from_config"):
         raise InputError(
             f"the scheduler of {place} is a {raw.get('_class_name')}, which the installed diffusers "
             f"{diffusers.__version__} does not have; update diffusers.",
