@@ -100,7 +100,7 @@ AFTER = {
         training/trained_weights.py: _set_adapter 2, attach_lora, load_trainable_transformer,
             load_ema_weights, store_initial_lora
         methods/dpo/method.py: DPO.load_state_dict
-        methods/grpo/nft.py: NFT.load_state_dict
+        methods/grpo/noised_clips.py: OldPolicy.load
         methods/grpo/rollout_method.py: RolloutMethod.load_state_dict
         methods/grpo/prompts/source.py: _load_tensor
         methods/refl.py: RewardGradients.load_state_dict
@@ -232,6 +232,7 @@ def configurations(folder: Path) -> Iterator[dict[str, Any]]:
     yield {**rewarded, "reward": ["http://127.0.0.1:9"]}
     yield {**rewarded, "method": "refl"}
     yield {**rewarded, "method": "nft", "init_same_noise": False}
+    yield {**rewarded, "method": "awm", "init_same_noise": False}
     yield {"fsdp": "full"}
     yield {"deepspeed": True}
     yield {"sp_size": 2, "lora_dropout": 0.1}
