@@ -254,6 +254,7 @@ MISTAKES = {
     "watch run --onec": ["--onec --once"],
     "sample nowhere --lora_scale x --compare bsae": ["--lora_scale 'x'", "--compare 'bsae'", "TARGET 'nowhere'"],
     "sample run --num": ["--num seeds"],
+    "sample run --steps 9": ["--steps --num_inference_steps"],
     "check none.toml --decode ful --decod full": ["--decode 'ful'", "--decod --decode", "--config none.toml"],
     "estimate --gpu 24XB --rank x --num_processes 3 --num_machines 2": [
         "--gpu '24XB'", "--rank 'x'", "--num_processes 3 2", "--pretrained_model_name_or_path",

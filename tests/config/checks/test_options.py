@@ -169,6 +169,10 @@ def test_prompt_media_must_match_in_number():
     assert "1 entries for 2 prompts" in str(caught.value)
     with refused_options(("--validation_images", "required")):
         prompts(validation_images="x.png")
+    config = load_config(**BASE, validation_prompts="a:::b", validation_images="x:::y:::z", validation_steps=1)
+    with refused_options(("--validation_images", "conflict")):
+        parse_validation_prompts(config.validation)
+    assert not check_config(config, facts=FLOW, prompts=[]).errors  # the prompts are not missing
 
 
 def test_prompt_files(tmp_path):
