@@ -308,16 +308,16 @@ def _call(checked: ResolvedRun, spec: ModelSpec) -> dict[str, Any]:
     """Return the pipeline's arguments, as for the first validation sample if there is one."""
     first = checked.prompts[0] if checked.prompts else None
     sampled = {} if first is None else dict(sampling_arguments(checked.config, first.prompt))
-    taken = signature(spec.pipeline_class.__call__).parameters
+    parameters = signature(spec.pipeline_class.__call__).parameters
     frames, *sides = (None if first is None else first.size) or checked.plan.size
     return {
         "example": checked.plan.example if first is None else first.prompt,
         "size": (max(frames, spec.facts.least_frames), *sides),
         "frame_rate": checked.frame_rate,
-        "takes_rate": "frame_rate" in taken,
-        "takes_size": "height" in taken,  # else it is that of the image
-        "as_sampled": [(name, value) for name, value in sampled.items() if name in taken],
-        "guider_scale": None if "guidance_scale" in taken else sampled.get("guidance_scale"),
+        "takes_rate": "frame_rate" in parameters,
+        "takes_size": "height" in parameters,  # else it is that of the image
+        "as_sampled": [(name, value) for name, value in sampled.items() if name in parameters],
+        "guider_scale": None if "guidance_scale" in parameters else sampled.get("guidance_scale"),
     }
 
 
