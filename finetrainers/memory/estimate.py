@@ -231,7 +231,12 @@ def build_workload(
     width, weights = computed_bytes(config), weights or NetworkWeights(transformer, spec)
     # Bytes per trainable parameter, before a strategy changes it.
     trainable_bytes = 2 if config.training.master_weights == "stochastic_rounding" else 4
-    frozen, swap = frozen_sizes(config, weights, spec, adapters=width if split.zero_stage else 4)
+    # Weights that full finetuning leaves as they are have the dtype of the others.
+    full = config.training.training_type == "full-finetune"
+    frozen, swap = frozen_sizes(
+        config, weights, spec, adapters=width if split.zero_stage else 4,
+        width=width if full and split.zero_stage else trainable_bytes if full else None,
+    )  # fmt: skip
     halved = trainable_bytes == _HALF or ((split.gathers or split.zero_stage > 0) and width == _HALF)
     accumulates = method_spec(config).accumulates(config)
     gathered = gathered_bytes(
