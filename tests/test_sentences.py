@@ -275,9 +275,9 @@ REWARDS_AND_METHODS: list[Row] = [
     (
         lambda folder: plan_rewarded(folder, method="refl", reward=["compressibility"]),
         "1 problem with this configuration:\n  - --reward: compressibility has no gradient. Use one of aesthetic, "
-        "brightness, clipscore, color, contrast, hpsv2, motion, pickscore, preferred_color, sharpness, smoothness, "
-        "steadiness, or a function `module:function` with `function.differentiable = True`. Weight 0 only logs it; "
-        "policy gradients support any reward",
+        "brightness, clipscore, color, contrast, hpsv2, motion, pickscore, preferred_color, saturation, sharpness, "
+        "smoothness, steadiness, or a function `module:function` with `function.differentiable = True`. Weight 0 only "
+        "logs it; policy gradients support any reward",
     ),
     (
         lambda folder: plan_rewarded(

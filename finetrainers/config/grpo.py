@@ -149,7 +149,7 @@ class GRPOSection(Section):
         "training.", resume="unlisted", local=True, place="folder")
     hacking_guard: Literal["off", "warn", "stop"] | None = option(None, "Action if a held-out reward falls while the "
         "trained reward rises (reward hacking): `off`, `warn`, or `stop` with a checkpoint and exit code 76. Without "
-        "one, the KL is checked; see guards.md.", resume="free")
+        "one, motion, sharpness, colors and the KL are checked; see grpo.md.", resume="free")
     hacking_patience: int = option(2, "Evaluations in a row that must show reward hacking before `hacking_guard` acts.",
         resume="free", ge=1, le=1000)
     reward_on_error: Literal["raise", "mask"] = option("raise", "Action if a reward fails or does not return a "

@@ -379,6 +379,7 @@ def _image_use(function: Callable[..., Any]) -> ImageUse:
 for _name, _address in {
     "brightness": "rewards.pixels:Brightness",
     "contrast": "rewards.pixels:Contrast",
+    "saturation": "rewards.pixels:Saturation",
     "color": "rewards.pixels:Color",
     "sharpness": "rewards.pixels:Sharpness",
     "compressibility": "rewards.pixels:Compressibility",

@@ -177,7 +177,7 @@ def test_every_registered_name_is_a_reward(name: str) -> None:
 
 def test_the_names_are_as_documented() -> None:
     assert set(reward_names()) == {
-        "brightness", "contrast", "color", "sharpness", "compressibility", "incompressibility",
+        "brightness", "contrast", "saturation", "color", "sharpness", "compressibility", "incompressibility",
         "motion", "smoothness", "steadiness", "preferred_color", "preferred_color_shown",
         "clipscore", "pickscore", "hpsv2", "aesthetic", "hpsv3", "videoalign",
         "demo",

@@ -10,6 +10,7 @@ from pathlib import Path
 from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
+from finetrainers.config.hacking import hacking_rule
 from finetrainers.config.root import TrainConfig, critical_options
 from finetrainers.data.buckets.clip import ConditioningImage, TextImageSource
 from finetrainers.utils.files import write_text_atomic
@@ -193,7 +194,17 @@ def plan_prompts(config: TrainConfig, geometry: Geometry) -> PromptPlan | None:
         fps=section.reward_fps or geometry.fps,
         fingerprint=train.fingerprint,
         warnings=train.warnings + (eval_file.warnings if eval_file else ()),
-        notes=train.notes + (eval_file.notes if eval_file else ()),
+        notes=train.notes + (eval_file.notes if eval_file else ()) + tuple(_note_witnesses(config)),
         guided=section.rollout_cfg != 1.0,
         empty=train.empty,
     )
+
+
+def _note_witnesses(config: TrainConfig) -> Iterator[str]:
+    """Yield what watches for reward hacking in a run without held-out rewards, and how to add them."""
+    rule = hacking_rule(config)
+    if rule is not None and rule.witnesses:
+        yield (
+            f"reward hacking is detected by {', '.join(rule.witnesses)} of the rollouts' own clips; --eval_prompts FILE "
+            "with --eval_reward NAME detects it by a held-out reward"
+        )

@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from finetrainers.config.hacking import witnesses
 from finetrainers.methods.base import MethodParts
 from finetrainers.rewards.pixels import to_uint8
 from finetrainers.rewards.registry import on_device
 from finetrainers.rewards.reward_set import RewardSet, Scores
+from finetrainers.rewards.witnesses import Witnesses
 from finetrainers.utils.failures import InputError
 
 from ..advantage import Advantages, best_of_n, compute_advantages
@@ -61,6 +63,7 @@ class RolloutCollector:
         batch_size: clips sampled at once; training uses as many, so that both compute equal numbers.
         reward_fps: frame rate at which clips are scored; it does not change the clips.
         panel: the rewards that score clips.
+        witnesses: rewards that watch for reward hacking.
         shown: writes some clips for users to watch.
         learns: whether the rollout has the gradient.
         waits: gradients or graphs that then wait for advantages.
@@ -81,6 +84,9 @@ class RolloutCollector:
                 on_error=section.reward_on_error,
                 failures=config.run.output_dir / "failed_rewards",
             ),
+        )
+        self.witnesses = Witnesses(
+            witnesses(config), parts.parallel, group=section.num_generations, fps=self.reward_fps
         )
         overlaps = section.overlap_rewards and parts.parallel.device.type == "cuda"
         self._stream = torch.cuda.Stream(parts.parallel.device) if overlaps else None
@@ -148,6 +154,8 @@ class RolloutCollector:
                     with timed(spent, "reward", device):
                         about = {"fps": self.reward_fps, "images": self.source.reward_images(prompts)}
                         scored = scoring.add(decoded, texts, rollout=rollout, first_clip=number, **about)
+                    with timed(spent, "witness", device):
+                        self.witnesses.add(decoded, number)
                     self._train_scored(taking, scored, spent)
                     if self.parallel.owns_item(first // self.batch_size):
                         videos |= self._show(jobs, first, decoded)
@@ -160,7 +168,7 @@ class RolloutCollector:
         scores = Scores.in_order(self.parallel.gather_objects(batch_scores))
         compared = self.compare(scores)
         gradient = self._finish_gradients(taking, compared, spent)
-        stats = {"rollout": float(rollout), **self._stats(scores, compared, spent)}
+        stats = {"rollout": float(rollout), **self._stats(scores, compared, spent), **self.witnesses.stats()}
         stats |= self._count_skipped(rollout, compared)
         self._keep(jobs, videos, scores, compared, stats)
         return replace(self._select(jobs, latents, replays, compared, stats), gradient=gradient)
