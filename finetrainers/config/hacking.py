@@ -51,7 +51,7 @@ def hacking_rule(config: TrainConfig) -> HackingRule | None:
 
 
 def witnesses(config: TrainConfig) -> tuple[str, ...]:
-    """Return the names of the witnesses: those that are not trained, unless the guard is off; one frame has no motion."""
+    """Return the names of the witnesses, which are not trained; none if the guard is off. An image has no motion."""
     section = config.grpo
     if section.hacking_guard == "off" or section.rollout_size is None:
         return ()

@@ -251,6 +251,7 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
                 rollout=rollout,
                 first_clip=number,
                 images=collector.source.reward_images(prompts),
+                columns=[prompt.columns for prompt in prompts],
             )
             return total.sum(), (scores, total.detach(), videos.detach().cpu())
 

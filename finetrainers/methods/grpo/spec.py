@@ -24,7 +24,7 @@ from finetrainers.utils.text import plural
 
 from .no_replay.gradient_plan import computes_grads_in_rollout, passes, sampled_clips, waiting_memory
 from .option_rules import CLIP_OPTIONS, check_grpo
-from .prompts.plan import PromptPlan, image_problems, plan_prompts
+from .prompts.plan import PromptPlan, column_problems, image_problems, plan_prompts
 from .prompts.prompts import empty_beside, overwritten_embeddings
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class RewardFinetuning(MethodSpec):
         if folder is not None and (problem := overwritten_embeddings(folder, plan.prompts)) is not None:
             yield Problem("--prompt_embeddings_dir", problem, "occupied")
         yield from image_problems(plan, facts)
+        yield from column_problems(plan, config)
         if config.grpo.reward_on_error == "raise":
             yield from _scoring_problems(plan, config)
         if not plan.images:
@@ -102,7 +103,7 @@ class RewardFinetuning(MethodSpec):
         check_noise(plan, config, spec=spec)
 
     def strategy_problems(self, config: TrainConfig, parallel: Any) -> Iterator[Problem]:
-        from finetrainers.rewards.registry import absent_gpu
+        from finetrainers.rewards.registry import absent_gpu, compares_clips
 
         for device in dict.fromkeys(filter(None, map(absent_gpu, self.rewards(config)))):
             message = f"this machine has no {device}; remove it, or use an existing device"
@@ -110,6 +111,20 @@ class RewardFinetuning(MethodSpec):
         if _is_nft(config) and not parallel.weights_are_whole:
             message = "the sampling policy is swapped in as unsharded weights, and this strategy shards them; use DDP"
             yield Problem("--method nft", message, "unsupported")
+        comparing = next((entry.name for entry in config.grpo.reward if compares_clips(entry)), None)
+        section, batch = config.grpo, config.dataloader.batch_size
+        if comparing is not None and section.prompts_per_step % parallel.data_size:
+            message = (
+                f"{section.prompts_per_step}: {comparing} compares the clips of a prompt, which one process must have; "
+                f"use a multiple of {parallel.data_size} processes"
+            )
+            yield Problem("--prompts_per_step", message, "conflict")
+        elif comparing is not None and parallel.sharing > 1 and batch % section.num_generations:
+            message = (
+                f"{batch}: {comparing} compares the clips of a prompt; with --sp_size, a batch must have all of them: "
+                f"use a multiple of --num_generations {section.num_generations}"
+            )
+            yield Problem("--batch_size", message, "conflict")
         if not self.computes_grads_in_rollout(config):
             return
         if parallel.why_no_local_gradients is not None:
@@ -219,7 +234,7 @@ class RewardFinetuning(MethodSpec):
     def problems(self, config: TrainConfig) -> list[Problem]:
         from finetrainers.rewards.registry import takes_device
 
-        problems, device = super().problems(config), config.grpo.reward_device
+        problems, device = [*super().problems(config), *_group_problems(config)], config.grpo.reward_device
         if device is None:
             return problems
         if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
@@ -270,6 +285,25 @@ def _scoring_problems(plan: PromptPlan, config: TrainConfig) -> Iterator[Problem
                 if (problem := prompt_problem(entry, prompt.text)) is not None:
                     yield Problem(f"--{option}", f"{entry.name}: {prompt.where}: {problem}", "unsupported")
                     break
+
+
+def _group_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Yield where a reward that compares the clips of a prompt cannot get all of them."""
+    from finetrainers.rewards.registry import compares_clips
+
+    section, batch = config.grpo, config.dataloader.batch_size
+    names = [entry.name for entry in section.reward if compares_clips(entry)]
+    if not names:
+        return
+    compares = f"{names[0]} compares the clips of a prompt"
+    if section.num_generations == 1:
+        yield Problem("--reward", f"{compares}, and --num_generations 1 samples one; use 2 or more", "conflict")
+    if config.validation.eval_prompts is not None and not config.validation.eval_reward:
+        message = f"{compares}, and evaluations sample one clip of each; set --eval_reward to another reward"
+        yield Problem("--eval_prompts", message, "conflict")
+    if computes_grads_in_rollout(config) and batch % section.num_generations:
+        message = f"{compares}, so that batches must have all of them: use a multiple of --num_generations, or replay"
+        yield Problem("--batch_size", f"{batch}: {message}", "conflict")
 
 
 def _is_nft(config: TrainConfig) -> bool:

@@ -329,10 +329,13 @@ def hacking_text(hacking: RewardHacking, checkpoint: str | None) -> str:
     elif hacking.judge.startswith(_WITNESS):
         name = hacking.judge.removeprefix(_WITNESS)
         symptom = (
-            f"{name} of the rollouts has changed from {hacking.before:.3g} at the start to {hacking.now:.3g}, while the trained reward has risen from {hacking.trained_before:.3g} to "
-            f"{hacking.trained_now:.3g}; look at the clips"
+            f"{name} of the rollouts has changed from {hacking.before:.3g} at the start to {hacking.now:.3g}, while "
+            f"the trained reward has risen from {hacking.trained_before:.3g} to {hacking.trained_now:.3g}"
         )
-        remedy = f"also train on a reward that it lowers. If the reward should change {name}, set --hacking_guard off"
+        remedy = (
+            "add a held-out reward (--eval_prompts, --eval_reward). If the trained reward should change "
+            f"{name}, set --hacking_guard off"
+        )
     else:
         symptom = (
             f"the held-out reward {hacking.judge} has fallen from {hacking.before:.3g} around step "

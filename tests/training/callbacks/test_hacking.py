@@ -81,7 +81,7 @@ def test_a_hacked_run_is_stopped_and_can_go_on(
     assert read_run(root).status == "stopped"
     (record, *_) = [record for record in read_run(root).metrics if "weighted_reward" in record]
     assert {name for name in record if name.startswith("witness/")} == {f"witness/{name}" for name in WITNESSES}
-    assert 0 < record["seconds/witness"] < record["seconds/rollout"]
+    assert record["seconds/witness"] > 0
     shown = events_of(read_run(root))
     assert shown is not None
     assert any("opposites:down" in text and color == "bad" for _, _, text, color in shown.rows)

@@ -126,7 +126,10 @@ class RolloutCollector:
         latents: list[Tensor] = []
         replays: list[Replay] = []
         videos: dict[int, Tensor] = {}  # by index on the host, of clips that this process may write
-        scoring = Scoring(self.panel, spent, overlap=self.section.overlap_rewards, stream=self._stream)
+        scoring = Scoring(
+            self.panel, spent, overlap=self.section.overlap_rewards, stream=self._stream,
+            group=self.section.num_generations,
+        )  # fmt: skip
         error: Exception | None = None
         taking = self._take_gradients(jobs)
 
@@ -152,8 +155,9 @@ class RolloutCollector:
                     with timed(spent, "decode", device):
                         decoded = self.decode(clips)
                     with timed(spent, "reward", device):
-                        about = {"fps": self.reward_fps, "images": self.source.reward_images(prompts)}
-                        scored = scoring.add(decoded, texts, rollout=rollout, first_clip=number, **about)
+                        about = {"fps": self.reward_fps, "columns": [prompt.columns for prompt in prompts]}
+                        images = self.source.reward_images(prompts)
+                        scored = scoring.add(decoded, texts, rollout=rollout, first_clip=number, images=images, **about)
                     with timed(spent, "witness", device):
                         self.witnesses.add(decoded, number)
                     self._train_scored(taking, scored, spent)
@@ -344,6 +348,8 @@ def score_stats(scores: Scores, weights: Mapping[str, float]) -> dict[str, float
         stats[f"reward_std/{name}"] = raw.std(correction=0).item()
         stats[f"reward_min/{name}"] = min(raw.tolist(), default=math.nan)
         stats[f"reward_max/{name}"] = max(raw.tolist(), default=math.nan)
+        if len(raw) < len(head.raw):
+            stats[f"no_score/{name}"] = float(len(head.raw) - len(raw))
     for name, head in scores.heads.items():
         stats[f"reward_normalized/{name}"] = head.normalized[head.normalized.isfinite()].mean().item()
     counted = {name: weight for name, weight in weights.items() if weight}
