@@ -335,16 +335,10 @@ def columns_config(folder: Path, table: str, **options: Any) -> TrainConfig:
     (folder / "p.csv").write_text(table)
     (folder / "held_out.jsonl").write_text('{"prompt": "a fish", "answers": 3}\n')
     base = {
-            "model_name": "m",
-            "pretrained_model_name_or_path": "repo",
-            "method": "grpo",
-            "prompts": folder / "p.csv",
-            "reward": [f"{__name__}:answered"],
-            "rollout_size": "9x64x64",
-            "train_steps": 1,
-            **options,
-        }  # fmt: skip
-    )
+        "model_name": "m", "pretrained_model_name_or_path": "repo", "method": "grpo", "prompts": folder / "p.csv",
+        "reward": [f"{__name__}:answered"], "rollout_size": "9x64x64", "train_steps": 1,
+    }  # fmt: skip
+    return load_config(**{**base, **options})
 
 
 def make_plan(config: TrainConfig) -> PromptPlan:
