@@ -31,7 +31,7 @@ class GRPOSection(Section):
     in_plan = True
 
     prompts: Path | None = option(None, "Training prompts: .txt (one per line), .jsonl or .csv (keys `prompt`, "
-        "`image` and `last_image`, the first and last frame), or DanceGRPO's `videos2caption.json`.",
+        "`image`, `last_image`, and columns for rewards), or DanceGRPO's `videos2caption.json`.",
         resume="free", place="input")
     reward: list[Reward] = option([], "Rewards that score the clips, as `NAME[=WEIGHT][,option=value...]`. NAME is a "
         "registered reward, one of its heads (`videoalign.vq`), `module:function` or `http://host:port`; weight 0 "
