@@ -138,8 +138,8 @@ class GRPOSection(Section):
     keep_rollouts: int = option(0, "Write the best and worst clips of every prompt of a logged rollout, N per "
         "prompt, with `clips.jsonl`, which `--method dpo` reads. 0 writes the best and the worst clip of one prompt.",
         resume="free", ge=0, le=100_000)
-    keep_rollouts_every: int | None = option(None, "Write clips with their scores to `rollouts/` every N rollouts, "
-        "for the report and trackers; 0 disables it. The default is every tenth rollout and the last one.",
+    keep_rollouts_every: int | None = option(None, "Write clips with their scores to `rollouts/` every N rollouts "
+        "and at the last one, for the report and trackers; 0 disables it. The default is every tenth, but at most 32.",
         resume="free", ge=0)
     dancegrpo_files: bool = option(False, "Also write the files of DanceGRPO's trainer to `output_dir`: "
         "`vq_reward.txt`, `mq_reward.txt`, `videos/` and `checkpoint-{rollout}-0`; see dancegrpo.md.", resume="free",
