@@ -69,7 +69,7 @@ class Reward(ABC):
         """Read the columns off the keywords of `score`, and whether it is async."""
         super().__init_subclass__(**arguments)
         if "score" in vars(cls):
-            cls.columns = vars(cls).get("columns") or Columns.of_function(cls.score, skip=3)
+            cls.columns = vars(cls).get("columns") or Columns.from_function(cls.score, skip=3)
             cls.asynchronous = vars(cls).get("asynchronous", is_async(cls.score))
 
     @abstractmethod

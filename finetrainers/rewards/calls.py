@@ -36,7 +36,7 @@ class Columns:
     excluded: tuple[str, ...] = RESERVED
 
     @classmethod
-    def of_function(cls, function: Callable[..., Any], *, skip: int = 2) -> Columns:
+    def from_function(cls, function: Callable[..., Any], *, skip: int = 2) -> Columns:
         """Return the columns that a function takes, beside its first arguments and the keywords `fps` and `images`."""
         try:
             parameters = list(inspect.signature(function).parameters.values())

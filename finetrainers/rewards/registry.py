@@ -196,9 +196,9 @@ def _class_problems(cls: type[Reward], name: str) -> Iterator[InputError]:
     if cls.scope not in ("clip", "group"):
         yield InputError(f"{name}: scope must be 'clip' or 'group', got {cls.scope!r}", "unknown")
     if cls.differentiable and (cls.asynchronous or cls.scope == "group"):
-        what = "async" if cls.asynchronous else "of scope 'group'"
+        trait = "async" if cls.asynchronous else "of scope 'group'"
         yield InputError(
-            f"{name}: a reward that is {what} has no gradient; remove differentiable = True", "unsupported"
+            f"{name}: a reward that is {trait} has no gradient; remove differentiable = True", "unsupported"
         )
     function = getattr(cls, "called", None)
     if function is not None:
@@ -419,7 +419,7 @@ def _from_function(function: Callable[..., Any]) -> type[Reward]:
         called = staticmethod(function)
         differentiable = getattr(function, "differentiable", False)
         scope = getattr(function, "scope", "clip")
-        columns = Columns.of_function(function)
+        columns = Columns.from_function(function)
         asynchronous = is_async(function)
         images = _image_use(function)
 

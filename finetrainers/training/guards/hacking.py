@@ -141,7 +141,7 @@ def detect_witness(
 
         d > log 2   and   d > 3 e,   e^2 = (s / w)^2 / n + (s_0 / w_0)^2 / n_0
 
-    Of a share, the odds w / (1 - w) are compared, with the corresponding error; they may also have risen by d > log 4
+    For a share, its odds w / (1 - w) are compared, with the corresponding error; they may also have risen by d > log 4
     and d > 3 e. All windows of rollouts must show the same, and the trained reward must be above that of the first
     rollouts on average.
     """

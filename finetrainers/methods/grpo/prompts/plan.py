@@ -217,8 +217,8 @@ def _with_used_columns(file: PromptFile, path: Path, config: TrainConfig) -> tup
     """
     if not file.prompts[0].columns:
         return file, ()
-    taken = [columns_taken(entry) for entry in (*config.grpo.reward, *config.validation.eval_reward)]
-    names = [name for name in file.prompts[0].columns if any(columns.takes(name) for columns in taken)]
+    accepted = [columns_taken(entry) for entry in (*config.grpo.reward, *config.validation.eval_reward)]
+    names = [name for name in file.prompts[0].columns if any(columns.takes(name) for columns in accepted)]
     unused = sorted(file.prompts[0].columns.keys() - set(names))
     prompts = tuple(replace(p, columns={name: p.columns[name] for name in names}) for p in file.prompts)
     fingerprint = file.fingerprint
