@@ -882,9 +882,10 @@ TRAINING: list[Row] = [
     ),
     (
         lambda: describe_hacking("witness/motion", None),
-        "motion of the rollouts has changed from 0.625 at the start to 0.25, while the trained reward has risen from 0.5 "
-        "to 0.9; no earlier checkpoint exists. Resume there with a lower --lr or a larger KL penalty, or add a held-out "
-        "reward (--eval_prompts, --eval_reward). If the trained reward should change motion, set --hacking_guard off",
+        "motion of the rollouts has changed from 0.625 at the start to 0.25, while the trained reward has risen from "
+        "0.5 to 0.9; no earlier checkpoint exists. Resume there with a lower --lr or a larger KL penalty, or add a "
+        "held-out reward (--eval_prompts, --eval_reward). If the trained reward should change motion, set "
+        "--hacking_guard off",
     ),
     (
         lambda: describe_hacking("kl", None),
