@@ -126,10 +126,7 @@ class RolloutCollector:
         latents: list[Tensor] = []
         replays: list[Replay] = []
         videos: dict[int, Tensor] = {}  # by index on the host, of clips that this process may write
-        scoring = Scoring(
-            self.panel, spent, overlap=self.section.overlap_rewards, stream=self._stream,
-            group=self.section.num_generations,
-        )  # fmt: skip
+        scoring = self._start_scoring(spent)
         error: Exception | None = None
         taking = self._take_gradients(jobs)
 
@@ -147,19 +144,12 @@ class RolloutCollector:
 
         # Gradients taken while sampling wait for the scores of their batch, on every process of a group.
         for first, clips in self.parallel.take_turns(sampled()) if taking is None else sampled():
-            prompts = [job.prompt for job in jobs[first : first + self.batch_size]]
-            texts = [prompt.text for prompt in prompts]
             number = self.parallel.data_rank * len(jobs) + first
             try:
                 if error is None:  # else only sample on: sharded ranks must call the network equally often
                     with timed(spent, "decode", device):
                         decoded = self.decode(clips)
-                    with timed(spent, "reward", device):
-                        about = {"fps": self.reward_fps, "columns": [prompt.columns for prompt in prompts]}
-                        images = self.source.reward_images(prompts)
-                        scored = scoring.add(decoded, texts, rollout=rollout, first_clip=number, images=images, **about)
-                    with timed(spent, "witness", device):
-                        self.witnesses.add(decoded, number)
+                    scored = self._score(scoring, decoded, jobs[first : first + self.batch_size], number, spent)
                     self._train_scored(taking, scored, spent)
                     if self.parallel.owns_item(first // self.batch_size):
                         videos |= self._show(jobs, first, decoded)
@@ -176,6 +166,29 @@ class RolloutCollector:
         stats |= self._count_skipped(rollout, compared)
         self._keep(jobs, videos, scores, compared, stats)
         return replace(self._select(jobs, latents, replays, compared, stats), gradient=gradient)
+
+    def _start_scoring(self, spent: dict[str, float]) -> Scoring:
+        section = self.section
+        group, overlap = section.num_generations, section.overlap_rewards
+        return Scoring(self.panel, spent, overlap=overlap, stream=self._stream, group=group)
+
+    def _score(
+        self, scoring: Scoring, videos: Tensor, jobs: Sequence[RolloutSample], number: int, spent: dict[str, float]
+    ) -> Scores | None:
+        """Score a batch of clips by the rewards and the witnesses; see `Scoring.add`.
+
+        `number` is that of the first clip within the rollout.
+        """
+        prompts, device = [job.prompt for job in jobs], self.parallel.device
+        with timed(spent, "reward", device):
+            scores = scoring.add(
+                videos, [prompt.text for prompt in prompts], fps=self.reward_fps, rollout=jobs[0].rollout,
+                first_clip=number, images=self.source.reward_images(prompts),
+                columns=[prompt.columns for prompt in prompts],
+            )  # fmt: skip
+        with timed(spent, "witness", device):
+            self.witnesses.add(videos, number)
+        return scores
 
     def _show(self, jobs: Sequence[RolloutSample], first: int, decoded: Tensor) -> dict[int, Tensor]:
         """Write a batch's clips, and return those that may be written when all are compared, by index."""
