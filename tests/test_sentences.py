@@ -337,8 +337,8 @@ REWARDS_AND_METHODS: list[Row] = [
     ),
     (
         lambda: score_clips("operator:is_", 1, 2, 3, 8, 8),
-        "reward operator:is_ returned bool as 'score' of 1 clip; expected one number or None per clip, as a tensor [1], "
-        "an array or a list",
+        "reward operator:is_ returned bool as 'score' of 1 clip; expected one number or None per clip, as a tensor "
+        "[1], an array or a list",
     ),
 ]
 

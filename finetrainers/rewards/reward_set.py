@@ -261,8 +261,8 @@ class RewardSet:
             message = f"reward {scorer.label} failed in rollout {clips.rollout}, whatever the clip: {_describe(error)}"
             raise RewardError(f"{message}. Clips of this rollout are lost; resume the run when it works") from error
         message = f"reward {scorer.label} {action} {clips}" + (f": {_describe(error)}" if error is not None else "")
-        saves = len(clips) == 1 and self.failures is not None and not isinstance(error, _NOT_OF_A_CLIP)
-        note = clips.save(self.failures, scorer.label) if saves else ""
+        is_found = len(clips) == 1 and not isinstance(error, _NOT_OF_A_CLIP)
+        note = clips.save(self.failures, scorer.label) if is_found and self.failures is not None else ""
         raise RewardError(message + note) from error
 
 
@@ -323,10 +323,10 @@ class _Scorer:
     def _read(self, clips: _Clips, outputs: Any, heads: Sequence[str], version: int) -> Tensor:
         if clips.tensor._version != version:
             raise RewardError(f"reward {self.label} changed the clips that it scored; it must change a copy")
-        rows, absent = zip(*(self._row(outputs, head, len(clips)) for head in heads), strict=True)
-        rows = list(rows)
+        pairs = [self._row(outputs, head, len(clips)) for head in heads]
+        rows = [scores for scores, _ in pairs]
         fault_point("reward", rows)
-        return torch.stack([torch.stack(rows), torch.stack(absent).double()])
+        return torch.stack([torch.stack(rows), torch.stack([absent for _, absent in pairs]).double()])
 
     def _images(self, clips: _Clips, device: torch.device) -> dict[str, Tensor | None]:
         """Return the keyword with images for a reward, if it takes them."""
@@ -344,9 +344,12 @@ class _Scorer:
         if scores is not None:
             return scores
         if isinstance(outputs, Mapping) and head in outputs:
-            has_shape = isinstance(values, Tensor | np.ndarray)
-            size = f" {list(values.shape)}" if has_shape else f" of {len(values)}" if isinstance(values, list) else ""
-            action = f"returned {'a tensor' if isinstance(values, Tensor) else type(values).__name__}{size} as {head!r}"
+            description = "a tensor" if isinstance(values, Tensor) else type(values).__name__
+            if isinstance(values, Tensor | np.ndarray):
+                description += f" {list(values.shape)}"
+            elif isinstance(values, list):
+                description += f" of {len(values)}"
+            action = f"returned {description} as {head!r}"
         else:
             action = (
                 f"returned no {head!r} but "

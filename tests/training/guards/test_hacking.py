@@ -128,6 +128,25 @@ def test_too_few_evaluations_show_nothing(count: int) -> None:
 
 # ---- witnesses -------------------------------------------------------------------------------------------------------
 
+#: Rollouts of 4 prompts of the demo model: GRPO that trains brightness, with the settings of `finetrainers demo reward
+#: color`, and that demonstration itself.
+WHITE = [
+    (0.509, 0.0243, 0.0064), (0.733, 0.0329, 0.0098), (0.540, 0.0352, 0.0073), (0.666, 0.0394, 0.0071),
+    (0.496, 0.0329, 0.0075), (0.742, 0.0339, 0.0130), (0.538, 0.0339, 0.0110), (0.552, 0.0469, 0.0081),
+    (0.867, 0.0310, 0.0100), (0.811, 0.0325, 0.0230), (0.864, 0.0370, 0.0110), (0.985, 0.0128, 0.0110),
+    (0.989, 0.0095, 0.0110), (1.000, 0.0000, 0.0000), (0.999, 0.0014, 0.0024), (1.000, 0.0000, 0.0000),
+    (1.000, 0.0001, 0.0003), (1.000, 0.0000, 0.0000),
+]  # fmt: skip
+COLORED = [
+    (0.683, 0.0243, 0.0064), (0.731, 0.0332, 0.0100), (0.697, 0.0377, 0.0064), (0.725, 0.0437, 0.0043),
+    (0.630, 0.0354, 0.0088), (0.658, 0.0368, 0.0100), (0.700, 0.0386, 0.0110), (0.810, 0.0418, 0.0095),
+    (0.741, 0.0391, 0.0100), (0.712, 0.0456, 0.0070), (0.655, 0.0346, 0.0019), (0.818, 0.0559, 0.0059),
+    (0.790, 0.0475, 0.0110), (0.729, 0.0445, 0.0077), (0.830, 0.0604, 0.0087), (0.767, 0.0475, 0.0057),
+    (0.846, 0.0500, 0.0098), (0.823, 0.0508, 0.0085), (0.843, 0.0636, 0.0110), (0.787, 0.0490, 0.0130),
+    (0.887, 0.0677, 0.0150), (0.906, 0.0778, 0.0140), (0.879, 0.0577, 0.0037), (0.911, 0.0706, 0.0130),
+    (0.842, 0.0723, 0.0092), (0.787, 0.0485, 0.0150), (0.883, 0.0727, 0.0120), (0.885, 0.0860, 0.0120),
+    (0.913, 0.0802, 0.0190), (0.794, 0.0612, 0.0240), (0.872, 0.0677, 0.0076), (0.930, 0.0737, 0.0055),
+]  # fmt: skip
 #: Rollouts of 8 prompts in which ReFL trains brightness, as in docs/how-to/reward-gradients.md: the trained reward, and
 #: mean and standard deviation over prompts of saturation.
 BRIGHTENED = [
@@ -152,6 +171,14 @@ def by_witness(
         if is_new and (hacking := guard.detect()) is not None:
             return number + 1, hacking
     return None
+
+
+def test_a_witness_sees_white_clips_of_policy_gradients_and_not_colors_that_are_wanted() -> None:
+    detected = by_witness(WHITE, prompts=4)
+    assert detected is not None
+    assert (detected[0], detected[1].judge) == (16, "witness/saturation")
+    assert by_witness(COLORED, prompts=4) is None
+    assert by_witness(COLORED, prompts=4, patience=1) is None
 
 
 def test_a_witness_sees_that_clips_turn_white() -> None:

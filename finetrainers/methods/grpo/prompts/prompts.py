@@ -318,7 +318,7 @@ def _from_encoded(path: Path, content: str, problems: list[str], notes: list[str
         problems += [f"{where}: file not found: {file}" for file in absent]
         images = [_image(row, key, where, path, problems) for key in IMAGE_KEYS]
         if text and not absent:
-            prompts.append(Prompt(text, where, *files, *images, columns=_columns(row, *required)))
+            prompts.append(replace(Prompt(text, where, *files, *images), columns=_columns(row, *required)))
     return prompts
 
 
