@@ -173,7 +173,7 @@ def by_witness(
     return None
 
 
-def test_a_witness_sees_white_clips_of_policy_gradients_and_not_colors_that_are_wanted() -> None:
+def test_a_witness_sees_white_clips_and_not_colors_that_are_wanted() -> None:
     detected = by_witness(WHITE, prompts=4)
     assert detected is not None
     assert (detected[0], detected[1].judge) == (16, "witness/saturation")
