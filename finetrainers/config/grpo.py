@@ -173,6 +173,12 @@ def trained_steps(section: GRPOSection, stochastic: int | None = None) -> int:
     return int(stochastic * section.timestep_fraction + ROUNDING)
 
 
+def prompts_per_process(section: GRPOSection, data_size: int) -> int:
+    """Return the largest number of prompts of which one of `data_size` processes samples clips."""
+    size, share = section.num_generations, section.prompts_per_step * section.num_generations // data_size
+    return max(((rank + 1) * share - 1) // size - rank * share // size for rank in range(data_size)) + 1
+
+
 def kernel(section: GRPOSection, *, is_flow: bool) -> Kernel:
     """Return the sampler of policy gradients."""
     return section.sampler or ("flow" if is_flow else "ddim")

@@ -405,6 +405,10 @@ class MethodSpec:
         data = data.model_copy(update={"data_root": current, "dataset_file": file, "dataset": None})
         return config.model_copy(update={"data": data})
 
+    def resume_warnings(self, config: TrainConfig, saved: Mapping[str, Any]) -> Iterator[str]:
+        """Yield warnings about continuing a run; `saved` are the values of the method's state in the checkpoint."""
+        yield from ()
+
     def branches(self, config: TrainConfig) -> int:
         """Return the clips of a forward pass for each clip that is sampled: 2 with classifier-free guidance."""
         return 1

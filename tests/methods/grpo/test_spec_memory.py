@@ -34,15 +34,21 @@ def memory(**options: Any) -> MethodMemory:
 
 
 def test_trajectories_are_the_latents_of_all_clips(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert memory().trajectories == 16 * ELEMENTS * 4 * (1 + 2 * 2)  # clean, and both sides of two steps
-    assert memory(trajectory_dtype="bf16").trajectories == 16 * ELEMENTS * (4 + 2 * 2 * 2)
-    assert memory(window_size=0).trajectories == 16 * ELEMENTS * 4 * (1 + 9 * 2)
-    assert memory(ratio_norm=True).trajectories == 16 * ELEMENTS * 4 * (1 + 2 * 3)
-    nft = {"method": "nft", "init_same_noise": False}
-    for options in ({"offload_trajectory": True}, nft):
-        assert memory(**options).trajectories == 16 * ELEMENTS * 4
+    other = {"init_same_noise": False}
+    assert memory(**other).trajectories == 16 * ELEMENTS * 4 * (1 + 2 * 2)  # clean, and both sides of two steps
+    assert memory(**other, trajectory_dtype="bf16").trajectories == 16 * ELEMENTS * (4 + 2 * 2 * 2)
+    assert memory(**other, window_size=0).trajectories == 16 * ELEMENTS * 4 * (1 + 9 * 2)
+    assert memory(**other, ratio_norm=True).trajectories == 16 * ELEMENTS * 4 * (1 + 2 * 3)
+    for options in ({"offload_trajectory": True}, {"method": "nft"}):
+        assert memory(**other, **options).trajectories == 16 * ELEMENTS * 4
+    # The starts of two prompts, and the loss of 16 clips with the predictions of two: 14 more.
+    assert memory().trajectories == memory(**other).trajectories + 4 * ELEMENTS * (2 * 2 + 12 * 14)
+    assert memory(batch_size=1, best_of_n=4, updates_per_rollout=3).trajectories == (
+        memory(**other).trajectories + 4 * ELEMENTS * (2 * 2 + 12 * 1)  # of four clips in turn, two are in one update
+    )
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert memory().trajectories == 8 * ELEMENTS * 4 * 5
+    assert memory(**other).trajectories == 8 * ELEMENTS * 4 * 5
+    assert memory().trajectories == memory(**other).trajectories + 4 * ELEMENTS * (2 * 1 + 12 * 7)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +143,11 @@ def test_passes_of_a_clip() -> None:
         how: passes(configured(rollout_gradients=how, sampling_steps=10, window_size=2, best_of_n=4))
         for how in ("replay", "reweight", "retain")
     }
-    assert found == {"replay": (11, 1), "reweight": (10, 2), "retain": (10, 1)}
+    # Before the first trained step, 0 to 3, clips are one; then it goes through the network once for 8 clips, of 4.
+    sampled, trained = 10 - (1 + 1.5) * 7 / 8, 0.5 + 1 / 8
+    assert found == {"replay": (sampled + trained, trained), "reweight": (10, 2), "retain": (10, 1)}
+    apart = configured(sampling_steps=10, window_size=2, best_of_n=4, init_same_noise=False)
+    assert passes(apart) == (11, 1)
 
 
 def test_they_are_part_of_the_estimate(tiny_repo: Any) -> None:
@@ -156,7 +166,10 @@ def test_they_are_part_of_the_estimate(tiny_repo: Any) -> None:
         ), network
 
     plain, network = plan(train_steps=1, data_root="clips", gradient_accumulation_steps=2)
-    rewarded, _ = plan(method="grpo", prompts="p.txt", reward=["brightness"], rollout_size="9x64x64", kl_coef=0.1)
+    rewarded, _ = plan(
+        method="grpo", prompts="p.txt", reward=["brightness"], rollout_size="9x64x64", kl_coef=0.1,
+        init_same_noise=False,
+    )  # fmt: skip
     assert plain.parts["copies of the policy"] == plain.parts["sampled trajectories"] == 0
     assert rewarded.parts["copies of the policy"] == pytest.approx(
         4 * sum(p.numel() for p in network.parameters()) / GIB

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from finetrainers.config.grpo import step_range, trained_steps
+from finetrainers.config.grpo import prompts_per_process, step_range, trained_steps
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.spec import MethodMemory
 from finetrainers.parallel.sharding import with_launcher
@@ -109,6 +109,19 @@ def computes_grads_in_rollout(config: TrainConfig) -> bool:
     return config.training.method == "grpo" and config.grpo.rollout_gradients in ("reweight", "retain")
 
 
+def shares_starts(config: TrainConfig) -> bool:
+    """Return whether the clips of a prompt are sampled as one until they differ: they begin with the same noise."""
+    section = config.grpo
+    is_replayed = config.training.method == "grpo" and not computes_grads_in_rollout(config)
+    return is_replayed and section.init_same_noise and section.num_generations > 1
+
+
+def shared_rows(config: TrainConfig, data_size: int) -> int:
+    """Return the clips of a call of the network that samples shared starts: as few equal calls as possible."""
+    prompts = prompts_per_process(config.grpo, data_size)
+    return -(-prompts // -(-prompts // config.dataloader.batch_size))
+
+
 def plan_gradients(config: TrainConfig) -> GradientPlan:
     """Return the plan that needs the least memory for the configured advantages."""
     section = config.grpo
@@ -138,9 +151,18 @@ def passes(config: TrainConfig) -> tuple[float, float]:
     """Return the average forward passes of a clip, of sampling and replay, and its transitions that go backward."""
     section = config.grpo
     trained = trained_steps(section) * (section.best_of_n or section.num_generations) / section.num_generations
-    backward = trained_steps(section) if section.rollout_gradients == "reweight" else trained
-    replayed = 0.0 if computes_grads_in_rollout(config) else trained
-    return section.sampling_steps + replayed, backward
+    if computes_grads_in_rollout(config):
+        return section.sampling_steps, trained_steps(section) if section.rollout_gradients == "reweight" else trained
+    sampled, data_size = float(section.sampling_steps), config.parallel.data_size(launched_processes())
+    if shares_starts(config):
+        inputs = prompts_per_process(section, data_size) / sampled_clips(config)  # for each clip
+        allowed, stochastic = step_range(section), section.window_size or section.sampling_steps - 1
+        is_fixed = section.window_strategy == "fixed"
+        first = allowed.start if is_fixed else (allowed.start + allowed.stop - stochastic) / 2
+        sampled -= (first + 1) * (1 - inputs)
+        if trained_steps(section) == stochastic:
+            trained -= trained / stochastic - min(inputs, trained / stochastic)
+    return sampled + trained, trained
 
 
 def waiting_memory(config: TrainConfig) -> MethodMemory:

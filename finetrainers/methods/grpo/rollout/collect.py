@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from finetrainers.config.grpo import prompts_per_process
 from finetrainers.methods.base import MethodParts
 from finetrainers.rewards.pixels import to_uint8
 from finetrainers.rewards.registry import on_device
@@ -21,11 +22,18 @@ from ..advantage import Advantages, best_of_n, compute_advantages
 from ..keep.dancegrpo_files import DanceGRPOFiles
 from ..keep.keep_pairs import PairKeeper
 from ..keep.keep_rollouts import RolloutKeeper
-from ..no_replay.gradient_plan import computes_grads_in_rollout, plan_gradients, waiting_memory
+from ..no_replay.gradient_plan import (
+    computes_grads_in_rollout,
+    plan_gradients,
+    shared_rows,
+    shares_starts,
+    waiting_memory,
+)
 from ..no_replay.no_replay import LocalGradient, RolloutGradients
 from ..prompts.prompts import RolloutSample
 from ..prompts.source import PromptSource
-from .sampler import Replay, Sampler
+from .batches import SharedInputs
+from .sampler import Replay, Sampler, SharedStart
 from .scoring import Scoring
 
 
@@ -38,6 +46,7 @@ class RolloutBatch:
         replays: trained transitions of those clips; empty without noise.
         advantages: `[n, K]` fp32, the terms of each clip's advantage; see `Advantages.terms`.
         gradient: the gradient, if it was taken while sampling.
+        shared: inputs that clips share in their first trained step, or None if starts are not shared.
     """
 
     jobs: Sequence[RolloutSample]
@@ -48,6 +57,7 @@ class RolloutBatch:
     trained_by_rank: Sequence[int]
     stats: Mapping[str, float]
     gradient: LocalGradient | None = None
+    shared: SharedInputs | None = None
 
     @property
     def spare(self) -> Sequence[int]:
@@ -64,6 +74,8 @@ class RolloutCollector:
         shown: writes some clips for users to watch.
         learns: whether the rollout has the gradient.
         waits: gradients or graphs that then wait for advantages.
+        shares_starts: whether the clips of a prompt are sampled as one until they differ; see `SharedStart`.
+        shared_rows: clips of a call of the network that samples shared starts.
     """
 
     def __init__(self, parts: MethodParts[PromptSource]) -> None:
@@ -87,6 +99,8 @@ class RolloutCollector:
         self._vae_stats = parts.vae_stats
         self._gradients = plan_gradients(config) if computes_grads_in_rollout(config) else None
         self.waits = waiting_memory(config) if self._gradients is not None else None
+        self.shares_starts = shares_starts(config)
+        self.shared_rows = shared_rows(config, parts.parallel.data_size)
         folder = config.run.output_dir / "pairs"
         self._pairs = PairKeeper(folder, parts.parallel, fps=parts.geometry.fps) if section.keep_pairs else None
         self.shown = RolloutKeeper(config, parts.parallel, fps=parts.geometry.fps)
@@ -123,6 +137,12 @@ class RolloutCollector:
         scoring = Scoring(self.panel, spent, overlap=self.section.overlap_rewards, stream=self._stream)
         error: Exception | None = None
         taking = self._take_gradients(jobs)
+        starts, firsts = dict[int, SharedStart](), list[list[int]]()
+        if self.shares_starts:
+            together, first_noise = self._jobs_together(rollout), self.sampler.tables.first_stochastic
+            firsts = [[first_noise(rollout, job.slot) for job in each] for each in together]
+            with timed(spent, "rollout", device):
+                starts = self._shared_starts(transformer, jobs, last=max(map(max, firsts)))
 
         def sampled() -> Iterator[tuple[int, Tensor]]:
             for first in range(0, len(jobs), self.batch_size):
@@ -131,7 +151,10 @@ class RolloutCollector:
                     conditions = self.source.conditions([job.prompt for job in chunk])
                     if taking is not None:
                         taking.steps = self._batch_steps(rollout, first)
-                    clean, trajectories = self.sampler.rollout(transformer, chunk, conditions, taking)
+                    clean, trajectories = self.sampler.rollout(
+                        transformer, chunk, conditions, taking, starts=[starts[job.slot] for job in chunk if starts],
+                        begin=min((min(each[first : first + len(chunk)]) for each in firsts), default=0),
+                    )  # fmt: skip
                 latents.extend(clean if taking is None else ())
                 replays.extend(trajectories)
                 yield first, self.sampler.clips(clean, conditions)
@@ -221,24 +244,40 @@ class RolloutCollector:
         with timed(spent, "train", self.parallel.device):
             return taking.finish(advantages, self._mask_trained(advantages))
 
-    def _batch_steps(self, rollout: int, first: int) -> set[int]:
-        """Return the steps at which clips of a batch are trained.
+    def _shared_starts(
+        self, transformer: nn.Module, own: Sequence[RolloutSample], *, last: int
+    ) -> dict[int, SharedStart]:
+        """Return the start of each prompt's clips, by the prompt's place in the rollout; `last` is as in `Sampler`."""
+        jobs = list({job.slot: job for job in own}.values())
+        calls = -(-prompts_per_process(self.section, self.parallel.data_size) // self.shared_rows)
+        jobs += jobs[:1] * (calls * self.shared_rows - len(jobs))  # every rank makes equally many calls of equal size
+        starts: dict[int, SharedStart] = {}
+        for first in range(0, len(jobs), self.shared_rows):
+            chunk = jobs[first : first + self.shared_rows]
+            conditions = self.source.conditions([job.prompt for job in chunk])
+            sampled = self.sampler.shared_starts(transformer, chunk, conditions, last=last)
+            starts |= {job.slot: start for job, start in zip(chunk, sampled, strict=True)}
+        return starts
 
-        Where processes call the network together, these are the steps of all their batches.
-        """
-        by_rank, tables = self._jobs_by_rank(rollout), self.sampler.tables
-        own_jobs = [by_rank[self.parallel.data_rank]]
-        by_process = by_rank if self.parallel.forward_is_collective else own_jobs
-        batches = [job for jobs in by_process for job in jobs[first : first + self.batch_size]]
-        return {step for slot in {job.slot for job in batches} for step in tables.trained(rollout, slot)}
+    def _jobs_together(self, rollout: int) -> list[list[RolloutSample]]:
+        """Return the clips of each process that calls the network together with this one, its own included."""
+        by_rank = self._jobs_by_rank(rollout)
+        return by_rank if self.parallel.forward_is_collective else [by_rank[self.parallel.data_rank]]
+
+    def _batch_steps(self, rollout: int, first: int) -> set[int]:
+        """Return the steps at which clips of a batch are trained, on all processes that call the network together."""
+        together = self._jobs_together(rollout)
+        slots = {job.slot for jobs in together for job in jobs[first : first + self.batch_size]}
+        return {step for slot in slots for step in self.sampler.tables.trained(rollout, slot)}
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return clips `[B, T, C, H, W]` in [0, 1] on the CPU, of complete latents; see `Sampler.clips`."""
         return self.source.decode(latents, self._vae_stats)
 
     def dummy_rollout(self) -> RolloutBatch:
-        """Return one batch of the first rollout as if it had been sampled: its shapes, filled with zeros."""
-        jobs, sampler = self.jobs(0)[: self.batch_size], self.sampler
+        """Return the first rollout as if it had been sampled: its shapes, filled with zeros."""
+        jobs, sampler, trained = self.jobs(0), self.sampler, self.section.best_of_n or self.section.num_generations
+        slots = [[job.slot for job in each if job.generation < trained] for each in self._jobs_by_rank(0)]
         steps = torch.tensor(sampler.tables.trained(0, jobs[0].slot), dtype=torch.long)
         path = torch.zeros(len(steps), *sampler.shape, dtype=sampler.storage, device=sampler.keep_on)
         means = path.float() if sampler.keeps_means else None
@@ -248,9 +287,10 @@ class RolloutCollector:
             latents=dict.fromkeys(range(len(jobs)), torch.zeros(sampler.shape, device=sampler.device)),
             replays=dict.fromkeys(range(len(jobs)), replay) if len(steps) else {},
             advantages=torch.zeros(len(jobs), 1),
-            trained_clips=range(len(jobs)),
-            trained_by_rank=[len(jobs)] * self.parallel.data_size,
+            trained_clips=[i for i, job in enumerate(jobs) if job.generation < trained],
+            trained_by_rank=list(map(len, slots)),
             stats={},
+            shared=self._shared_inputs(0, slots) if self.shares_starts else None,
         )
 
     def compare(self, scores: Scores) -> Advantages:
@@ -302,7 +342,8 @@ class RolloutCollector:
         """Return this rank's clips, cut down to those that are trained on."""
         flat = self._mask_trained(advantages).flatten().tolist()
         share = len(jobs)
-        counts = [sum(flat[start : start + share]) for start in range(0, len(flat), share)]
+        size, starts = self.section.num_generations, range(0, len(flat), share)
+        slots = [[i // size for i in range(start, start + share) if flat[i]] for start in starts]  # of trained clips
         start = self.parallel.data_rank * share
         trained = [i for i in range(share) if flat[start + i]]
         needed = trained or [0]  # fills up micro-batches where other ranks train some clips
@@ -312,9 +353,17 @@ class RolloutCollector:
             replays={i: replays[i] for i in needed if replays},
             advantages=advantages.terms.flatten(0, 1)[start : start + share].float(),
             trained_clips=trained,
-            trained_by_rank=counts,
-            stats={**stats, "clips_trained": float(sum(counts))},
+            trained_by_rank=list(map(len, slots)),
+            stats={**stats, "clips_trained": float(sum(map(len, slots)))},
+            shared=self._shared_inputs(jobs[0].rollout, slots) if self.shares_starts else None,
         )
+
+    def _shared_inputs(self, rollout: int, slots_by_rank: Sequence[Sequence[int]]) -> SharedInputs:
+        """Return which clips share the input of their first trained step: that at which they get noise first."""
+        tables, slots = self.sampler.tables, {slot for slots in slots_by_rank for slot in slots}
+        shared = {slot for slot in slots if tables.trained(rollout, slot)[0] == tables.first_stochastic(rollout, slot)}
+        inputs = [[slot if slot in shared else None for slot in slots] for slots in slots_by_rank]
+        return SharedInputs(inputs, self.shared_rows)
 
     def _stats(self, scores: Scores, advantages: Advantages, spent: Mapping[str, float]) -> dict[str, float]:
         """Return scores raw and normalized, spread within groups, share of groups that teach nothing, and seconds."""

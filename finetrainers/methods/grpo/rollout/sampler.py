@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from finetrainers.diffusion.policy import Transitions, log_density, sample, transition_mean
+from finetrainers.diffusion.policy import Transitions, log_densities, log_density, sample, transition_mean
+from finetrainers.diffusion.process import expand
 from finetrainers.methods.base import MethodParts, standard_normal
 from finetrainers.models.spec import DTYPES, PromptEmbeds, VideoMeta
 from finetrainers.utils.alive import send_heartbeat
@@ -38,6 +39,20 @@ class Replay:
     after: Tensor
     log_old: Tensor
     mean_old: Tensor | None = None
+
+
+class SharedStart(NamedTuple):
+    """Sampling that all clips of a prompt share: until the mean of their first stochastic transition.
+
+    Attributes:
+        step: the sampler's step of that transition.
+        before: latents before it, `[C, T, H, W]`.
+        mean: its mean, like `before`.
+    """
+
+    step: int
+    before: Tensor
+    mean: Tensor
 
 
 class TakeGradient(Protocol):
@@ -161,12 +176,39 @@ class Sampler:
         generators = [job.generator(self._seed, stream, per_group=per_group) for job in jobs]
         return standard_normal(generators, self.shape, self.device)
 
+    @torch.no_grad()
+    def shared_starts(
+        self, transformer: nn.Module, jobs: Sequence[RolloutSample], conditions: PromptEmbeds, *, last: int
+    ) -> list[SharedStart]:
+        """Return the start of each clip, which all clips of its prompt share if they start from the same noise.
+
+        Args:
+            transformer: the (wrapped) network, in the mode in which it will be trained.
+            jobs: one clip of each prompt.
+            conditions: see `predict`.
+            last: last of the first stochastic steps, of all processes that call the network together.
+        """
+        tables = [self.tables.group_transitions(job.rollout, job.slot) for job in jobs]
+        firsts = [self.tables.first_stochastic(job.rollout, job.slot) for job in jobs]
+        starts: dict[int, SharedStart] = {}
+        x = self.noise(jobs, "start", per_group=True).to(self.storage).float()
+        for step in range(last + 1):
+            time, now = self.time(torch.full((len(x),), step)), self._coefficients(tables, step)
+            prediction = self.predict(self.spec.network_at(float(self.times[step]), transformer), x, time, conditions)
+            mean = transition_mean(self.process, prediction, x, time, now)
+            starts |= {row: SharedStart(step, x[row], mean[row]) for row, at in enumerate(firsts) if at == step}
+            x = sample(mean, torch.zeros_like(x), now.std, storage=self.storage)
+        return [starts[row] for row in range(len(jobs))]
+
     def rollout(
         self,
         transformer: nn.Module,
         jobs: Sequence[RolloutSample],
         conditions: PromptEmbeds,
         gradients: TakeGradient | None = None,
+        *,
+        starts: Sequence[SharedStart] = (),
+        begin: int = 0,
     ) -> tuple[Tensor, list[Replay]]:
         """Sample clips of a rollout: clean latents `[B, C, T, H, W]`, and the replay data of each clip.
 
@@ -175,27 +217,33 @@ class Sampler:
             jobs: the clips.
             conditions: see `predict`.
             gradients: takes the gradients of trained transitions, which are then not stored for replay.
+            starts: the shared start of each clip, or empty if all are sampled from noise.
+            begin: first step of these starts, of all processes that call the network together.
         """
-        start = self.noise(jobs, "start", per_group=self._same_noise)
-        return self.denoise(transformer, start, conditions, jobs, gradients)
+        if starts:
+            x = torch.stack([start.before for start in starts])
+        else:
+            x = self.noise(jobs, "start", per_group=self._same_noise)
+        return self.denoise(transformer, x, conditions, jobs, gradients, starts=starts, begin=begin)
 
     @torch.no_grad()
     def denoise(
         self, transformer: nn.Module, x: Tensor, conditions: PromptEmbeds, jobs: Sequence[RolloutSample] = (),
-        gradients: TakeGradient | None = None,
+        gradients: TakeGradient | None = None, *, starts: Sequence[SharedStart] = (), begin: int = 0,
     ) -> tuple[Tensor, list[Replay]]:  # fmt: skip
-        """Denoise from pure noise `x`; see `rollout`.
+        """Denoise from pure noise `x`, or from shared starts; see `rollout`.
 
         Without jobs, all transitions are deterministic and none is stored.
         """
         tables = [self.tables.group_transitions(job.rollout, job.slot) for job in jobs]
         tables = tables or [self.tables.deterministic] * len(x)
         trained = torch.tensor([self.tables.trained(job.rollout, job.slot) for job in jobs])
+        firsts = torch.tensor([start.step for start in starts] or [-1] * len(x))
+        shared = torch.stack([start.mean for start in starts]) if starts else x
         stored: list[tuple[list[int], list[Tensor]]] = []
         x = x.to(self.storage).float()  # stored latents must equal those that the network has seen
-        for step in range(len(self.times)):
-            by_clip = (torch.stack([c[step] for c in coefficients]) for coefficients in zip(*tables, strict=True))
-            now = Transitions(*(to_device(c.float(), self.device) for c in by_clip))
+        for step in range(begin, len(self.times)):
+            now = self._coefficients(tables, step)
             time = self.time(torch.full((len(x),), step))
             network = self.spec.network_at(float(self.times[step]), transformer)
             noise = torch.zeros_like(x)
@@ -206,18 +254,35 @@ class Sampler:
                 clips = _Clips(x, time, now, noise, conditions, weights.tolist())
                 x = self._with_gradients(network, clips, gradients)
                 continue
-            prediction = self.predict(network, x, time, conditions)
-            mean = transition_mean(self.process, prediction, x, time, now)
-            after = sample(mean, noise, now.std, storage=self.storage)
+            if starts and step == begin:  # no clip has diverged from its prompt's others yet
+                mean = shared
+            else:
+                prediction = self.predict(network, x, time, conditions)
+                mean = self._choose(firsts == step, shared, transition_mean(self.process, prediction, x, time, now))
+            after = self._choose(firsts > step, x, sample(mean, noise, now.std, storage=self.storage))
             rows = (trained == step).nonzero()[:, 0]
             if len(rows) and gradients is None:
                 # Over the whole batch, as in replay: sums over fewer rows may run in another order.
-                log_old = log_density(after, mean, now.std.clamp_min(torch.finfo(torch.float32).tiny))
+                std = now.std.clamp_min(torch.finfo(torch.float32).tiny)
+                log_old = log_density(after, mean, std)
+                if bool((firsts == step).any()):
+                    log_old = self._choose(firsts == step, log_densities(after, mean, std), log_old)
                 stored.append(
                     (rows.tolist(), self._replay_tensors(to_device(rows, self.device), x, after, log_old, mean))
                 )
             x = after
         return x, _group_by_clip(stored, trained)
+
+    def _coefficients(self, tables: Sequence[Transitions], step: int) -> Transitions:
+        """Return the coefficients of a step, one per clip, `[B]` fp32 on the device."""
+        by_clip = (torch.stack([c[step] for c in coefficients]) for coefficients in zip(*tables, strict=True))
+        return Transitions(*(to_device(c.float(), self.device) for c in by_clip))
+
+    def _choose(self, rows: Tensor, chosen: Tensor, others: Tensor) -> Tensor:
+        """Return `chosen` in the given rows, a mask `[B]` on the host, and `others` in the rest."""
+        if not bool(rows.any()):
+            return others
+        return torch.where(expand(to_device(rows, self.device), others), chosen, others)
 
     def _with_gradients(self, network: nn.Module, clips: _Clips, gradients: TakeGradient) -> Tensor:
         """Return the next latents; clips go through the network one by one, since each needs a separate gradient."""
