@@ -1,4 +1,4 @@
-"""Reward finetuning on two real processes: the same rollouts, advantages and updates as on one."""
+"""Reward finetuning on two real processes: the same rollouts, advantages and updates as on one, by plain replay."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_replay import score_latents, share_nothing
 from rank_jobs import Jobs
 from safetensors.torch import load_file
 
@@ -22,7 +23,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
 ]
 
-#: A group of four clips is spread over both ranks where there is one prompt.
+#: A group of four clips is spread over both ranks where there is one prompt. Of `drawn`, the ranks' prompts have other
+#: windows.
 JOBS: dict[str, dict[str, Any]] = {
     "groups": {"prompts_per_step": 2},
     "one group": {"prompts_per_step": 1, "batch_size": 2},
@@ -67,6 +69,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "refl, zero-2": {"deepspeed": True},
     "nft, fsdp2": {"fsdp": "full"},
     "full, fsdp2": {"fsdp": "full", "sync_each_batch": True},
+    "drawn": {},
+    "drawn, fsdp2": {"fsdp": "full"},
 }
 #: Without replay, against replay on one process. Of `drawn`, the ranks train other steps at the same time. Of `shared`,
 #: the two clips that are trained may be on one rank, and both go backward.
@@ -80,7 +84,7 @@ REWEIGHTED: dict[str, dict[str, Any]] = {
     "drawn, zero-2": {**REWEIGHT, "deepspeed": True},
 }
 REFUSED = "nft, fsdp2"
-FILES = {"full": "transformer/diffusion_pytorch_model.safetensors"}
+FILES = dict.fromkeys(("full", "drawn"), "transformer/diffusion_pytorch_model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +119,8 @@ def todo(tiny_repo: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
     for job in jobs.values():
         if job.get("training_type") == "full-finetune":
             del job["rank"], job["lora_alpha"]
+        if job["method"] == "grpo":
+            job["_scores_latents"] = True
     return jobs
 
 
@@ -145,7 +151,12 @@ def alone(todo: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Cal
                 "rollout_gradients": "replay",
                 "fsdp": None,
             }
-            train(load_config(**{**options, "output_dir": str(done[name])}))
+            with pytest.MonkeyPatch.context() as patch:
+                share_nothing(patch)
+                if options.get("_scores_latents"):
+                    score_latents(patch)
+                values = {key: value for key, value in options.items() if not key.startswith("_")}
+                train(load_config(**{**values, "output_dir": str(done[name])}))
         return done[name]
 
     return run
@@ -163,6 +174,8 @@ def test_two_ranks_are_one(name: str, ranks: Jobs, alone: Callable[[str], Path])
         )
         for key in ("reward/brightness", "grad_norm", *own):
             assert found[key] == pytest.approx(expected[key], rel=2e-3), (key, found["step"])
+        if found["step"] == 1:
+            assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-6)
         if job == "nft":
             assert found["prompts_skipped"] == expected["prompts_skipped"] == found["step"] - 1
         elif job != "refl":
@@ -192,7 +205,7 @@ def test_gradients_taken_while_sampling_are_those_of_replay(
     for found, expected in zip(ranks[full][0]["metrics"], read(alone(job)), strict=True):
         for key in ("loss", "clips_trained", "grad_norm", "gradient/0.75-1.00"):
             assert found[key] == pytest.approx(expected[key], rel=2e-3, abs=1e-6), (key, found["step"])
-    file = FILES.get("full" if job == "drawn" else job, "pytorch_lora_weights.safetensors")
+    file = FILES.get(job, "pytorch_lora_weights.safetensors")
     ours, theirs = load_file(ranks.directory(full) / file), load_file(alone(job) / file)
     for key, value in ours.items():
         torch.testing.assert_close(value, theirs[key], rtol=1e-3, atol=1e-3)

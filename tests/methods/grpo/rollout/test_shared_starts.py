@@ -1,4 +1,4 @@
-"""Clips of a prompt are sampled and trained as one until they differ: the gradient of plain replay, with fewer passes."""
+"""Clips of a prompt are sampled and trained as one until they differ: the gradient of plain replay in fewer passes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import Any
 import pytest
 import torch
 from one_of import OneOf
-from policies import Adapted, Network, flow, make_grpo, network, vp
+from policies import Adapted, Network, flow, make_grpo, make_parts, network, vp
 from torch import Tensor, nn
 
 from finetrainers.methods.grpo.method import GRPO
+from finetrainers.methods.registry import method_spec
 
 #: Options, and the passes of an update per prompt of 8 clips with sharing and without it, a trained one counting 3. All
 #: windows begin at the fourth of eight steps.
 LATE = {"window_range": [0.4, 0.9], "window_strategy": "fixed"}
 CASES: list[tuple[dict[str, Any], int, int]] = [
+    ({"window_size": 1, "kl_coef": 0.1, "batch_size": 16}, 4 + 32 + 3 + 1, 64 + 24 + 8),
     ({"window_size": 1}, 4 + 32 + 3, 64 + 24),
     ({"window_size": 2}, 4 + 32 + 3 + 24, 64 + 48),
     ({"window_size": 2, "best_of_n": 4, "batch_size": 8}, 4 + 32 + 3 + 12, 64 + 24),
     ({"window_size": 2, "rollout_cfg": 2.0, "trajectory_dtype": "bf16"}, 2 * (4 + 32 + 3 + 24), 2 * (64 + 48)),
     ({"window_size": 2, "ratio_norm": True, "step_weight": "flash", "batch_size": 2}, 4 + 32 + 3 + 24, 64 + 48),
-    ({"window_size": 1, "kl_coef": 0.1, "batch_size": 16}, 4 + 32 + 3 + 1, 64 + 24 + 8),
     ({"window_size": 0, "window_range": None, "window_strategy": None}, 1 + 56 + 3 + 6 * 24, 64 + 7 * 24),
     ({"window_size": 1, "init_same_noise": False}, 64 + 24, 64 + 24),
 ]
@@ -72,7 +73,11 @@ def assert_shared(found: Any, expected: Any) -> None:
             assert now[name] == pytest.approx(then[name], rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.parametrize(("options", "shared", "plain"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("options", "shared", "plain"),
+    [CASES[0], *(pytest.param(*case, marks=pytest.mark.rotating) for case in CASES[1:])],
+    ids=str,
+)
 def test_the_update_is_that_of_plain_replay_in_fewer_passes(options: dict[str, Any], shared: int, plain: int) -> None:
     process, options = (flow, vp)[len(options) % 2], {**LATE, "prompts_per_step": 2, **options}
     cls = Adapted if "kl_coef" in options else Network
@@ -88,19 +93,20 @@ def test_the_update_is_that_of_plain_replay_in_fewer_passes(options: dict[str, A
 def test_windows_of_prompts_and_updates_of_a_rollout() -> None:
     """Prompts of a batch begin to differ at other steps; not all are trained at the first; two updates share them."""
     options = {"window_per_prompt": True, "window_size": 2, "timestep_fraction": 0.5, "batch_size": 16}
-    found, expected = (updates(shares=shares, count=4, updates_per_rollout=2, **options) for shares in (True, False))
+    found, expected = (updates(shares=shares, count=2, updates_per_rollout=2, **options) for shares in (True, False))
     assert_shared(found, expected)
-    assert found[2].total < 0.9 * expected[2].total
+    assert found[2].total < expected[2].total
     shared = found[3].rollout(network().eval(), 0).shared
     assert shared is not None
     assert None in shared.by_rank[0]
     assert {*shared.by_rank[0]} - {None}
 
 
-class Unheard(Exception):  # noqa: N818
+class Unheard(Exception):
     """Another rank has not said anything yet."""
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("collective", [True, False])
 def test_ranks_call_the_network_equally_often(collective: bool) -> None:
     """Of three prompts' twelve clips, four ranks have clips of one or two prompts, and some train none of them."""
@@ -133,3 +139,25 @@ def test_ranks_call_the_network_equally_often(collective: bool) -> None:
     trained = [len(method.rollout(network().eval(), 0).trained_clips) for _, _, _, method in found]
     assert len(set(trained)) > 1
     assert calls != [calls[0]] * 4 or collective
+
+
+def test_a_run_of_an_earlier_version_is_told_that_it_shares_nothing() -> None:
+    def warnings(saved: dict[str, Any], **options: Any) -> list[str]:
+        config = make_parts(**options).config
+        return [*method_spec(config).resume_warnings(config, saved)]
+
+    assert len(warnings({})) == 1
+    assert warnings(make_grpo().state_dict()) == warnings({}, init_same_noise=False) == []
+
+
+def test_a_dry_run_goes_through_the_largest_of_each_kind() -> None:
+    """Of 16 clips, an update has two of each prompt's four best and worst, and a call two inputs or two clips."""
+    model = network()
+    method = make_grpo(batch_size=2, prompts_per_step=4, num_generations=4, best_of_n=4, updates_per_rollout=2)
+    passes, sizes = Passes(model), []
+    for name, step in method.dry_steps(model):
+        [batch] = step
+        method.loss(model, batch)[0].backward()
+        sizes.append((name, len(batch.before), len(batch.after)))
+    assert sizes == [("a rollout's shared inputs", 2, 4), ("a rollout's micro-batch", 2, 2)]
+    assert passes.calls == [2, 2]
