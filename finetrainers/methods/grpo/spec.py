@@ -184,7 +184,7 @@ class RewardFinetuning(MethodSpec):
         repeats = section.nft_timesteps if _is_nft(config) else trained_steps(section)
         if repeats > 1 or sampled_clips(config) > config.dataloader.batch_size * section.updates_per_rollout:
             return True
-        # Of the clips of a micro-batch, some may share inputs and others not, or their inputs may fill two.
+        # Clips that would fill one micro-batch take two if some share no inputs, or if their inputs are more.
         prompts = prompts_per_process(section, config.parallel.data_size(launched_processes()))
         is_cut = _shared_rows(config) < min(prompts, config.dataloader.batch_size)
         return shares_starts(config) and (is_cut or section.timestep_fraction < 1)

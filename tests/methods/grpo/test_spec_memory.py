@@ -148,6 +148,10 @@ def test_passes_of_a_clip() -> None:
     assert found == {"replay": (sampled + trained, trained), "reweight": (10, 2), "retain": (10, 1)}
     apart = configured(sampling_steps=10, window_size=2, best_of_n=4, init_same_noise=False)
     assert passes(apart) == (11, 1)
+    # The table of docs/explanation/grpo.md, of 8 clips; a backward pass takes as long as two forward passes.
+    for options, expected in (({}, 89.5), ({"sampling_steps": 4, "window_size": 1}, 24.5), ({"window_size": 0}, 268)):
+        forward, backward = passes(configured(**options))
+        assert 8 * (forward + 2 * backward) == pytest.approx(expected)
 
 
 def test_they_are_part_of_the_estimate(tiny_repo: Any) -> None:

@@ -121,15 +121,15 @@ def parts_of_updates(
     steps = []
     for update, clips_by_rank in enumerate(_deal(collected.trained_by_rank, updates, seed=seed, rollout=rollout)):
         share = len(clips_by_rank) / (float(sum(map(len, clips_by_rank))) * repeats or 1.0)
-        alone = [[[clip] for clip in clips] for clips in clips_by_rank]
+        singles = [[[clip] for clip in clips] for clips in clips_by_rank]
         cut = partial(_cut, collected, data_rank, share=share, update=update)
         if shared is None:
-            parts = [replace(part, repeat=repeat) for part in cut(alone, batch_size) for repeat in range(repeats)]
+            parts = [replace(part, repeat=repeat) for part in cut(singles, batch_size) for repeat in range(repeats)]
         else:
             groups = [_group(clips, inputs) for clips, inputs in zip(clips_by_rank, shared.by_rank, strict=True)]
             parts = cut([both for both, _ in groups], shared.rows, is_shared=True)
             parts += cut([rest for _, rest in groups], batch_size)
-            parts += [replace(part, repeat=repeat) for part in cut(alone, batch_size) for repeat in range(1, repeats)]
+            parts += [replace(part, repeat=repeat) for part in cut(singles, batch_size) for repeat in range(1, repeats)]
         steps.append([replace(part, is_first=index == 0) for index, part in enumerate(parts)])
     return steps
 
@@ -149,13 +149,13 @@ def _deal(counts: Sequence[int], updates: int, *, seed: int, rollout: int) -> li
 def _group(clips: Sequence[int], inputs: Sequence[int | None]) -> tuple[list[list[int]], list[list[int]]]:
     """Return clips grouped by the input that they share, and those that share none, each in a list by itself."""
     groups: dict[int, list[int]] = {}
-    alone = []
+    singles = []
     for clip in clips:
         if (shared := inputs[clip]) is None:
-            alone.append([clip])
+            singles.append([clip])
         else:
             groups.setdefault(shared, []).append(clip)
-    return list(groups.values()), alone
+    return list(groups.values()), singles
 
 
 def _cut(

@@ -33,7 +33,7 @@ from ..no_replay.no_replay import LocalGradient, RolloutGradients
 from ..prompts.prompts import RolloutSample
 from ..prompts.source import PromptSource
 from .batches import SharedInputs
-from .sampler import Replay, Sampler, SharedStart
+from .sampler import Replay, Sampler, SharedStart, SharedStarts
 from .scoring import Scoring
 
 
@@ -137,12 +137,7 @@ class RolloutCollector:
         scoring = Scoring(self.panel, spent, overlap=self.section.overlap_rewards, stream=self._stream)
         error: Exception | None = None
         taking = self._take_gradients(jobs)
-        starts, firsts = dict[int, SharedStart](), list[list[int]]()
-        if self.shares_starts:
-            together, first_noise = self._jobs_together(rollout), self.sampler.tables.first_stochastic
-            firsts = [[first_noise(rollout, job.slot) for job in each] for each in together]
-            with timed(spent, "rollout", device):
-                starts = self._shared_starts(transformer, jobs, last=max(map(max, firsts)))
+        shared = self._shared_starts(transformer, rollout, spent) if self.shares_starts else {}
 
         def sampled() -> Iterator[tuple[int, Tensor]]:
             for first in range(0, len(jobs), self.batch_size):
@@ -151,12 +146,9 @@ class RolloutCollector:
                     conditions = self.source.conditions([job.prompt for job in chunk])
                     if taking is not None:
                         taking.steps = self._batch_steps(rollout, first)
-                    clean, trajectories = self.sampler.rollout(
-                        transformer, chunk, conditions, taking, starts=[starts[job.slot] for job in chunk if starts],
-                        begin=min((min(each[first : first + len(chunk)]) for each in firsts), default=0),
-                    )  # fmt: skip
+                    clean, paths = self.sampler.rollout(transformer, chunk, conditions, taking, shared.get(first))
                 latents.extend(clean if taking is None else ())
-                replays.extend(trajectories)
+                replays.extend(paths)
                 yield first, self.sampler.clips(clean, conditions)
 
         # Gradients taken while sampling wait for the scores of their batch, on every process of a group.
@@ -244,20 +236,27 @@ class RolloutCollector:
         with timed(spent, "train", self.parallel.device):
             return taking.finish(advantages, self._mask_trained(advantages))
 
-    def _shared_starts(
-        self, transformer: nn.Module, own: Sequence[RolloutSample], *, last: int
-    ) -> dict[int, SharedStart]:
-        """Return the start of each prompt's clips, by the prompt's place in the rollout; `last` is as in `Sampler`."""
+    def _shared_starts(self, transformer: nn.Module, rollout: int, spent: dict[str, float]) -> dict[int, SharedStarts]:
+        """Return the shared starts of each batch of this rank's clips, by the batch's first clip."""
+        own, together, tables = self.jobs(rollout), self._jobs_together(rollout), self.sampler.tables
+        firsts = [[tables.first_stochastic(rollout, job.slot) for job in jobs] for jobs in together]
         jobs = list({job.slot: job for job in own}.values())
         calls = -(-prompts_per_process(self.section, self.parallel.data_size) // self.shared_rows)
         jobs += jobs[:1] * (calls * self.shared_rows - len(jobs))  # every rank makes equally many calls of equal size
         starts: dict[int, SharedStart] = {}
         for first in range(0, len(jobs), self.shared_rows):
             chunk = jobs[first : first + self.shared_rows]
-            conditions = self.source.conditions([job.prompt for job in chunk])
-            sampled = self.sampler.shared_starts(transformer, chunk, conditions, last=last)
+            with timed(spent, "rollout", self.parallel.device):
+                conditions = self.source.conditions([job.prompt for job in chunk])
+                sampled = self.sampler.shared_starts(transformer, chunk, conditions, last=max(map(max, firsts)))
             starts |= {job.slot: start for job, start in zip(chunk, sampled, strict=True)}
-        return starts
+        return {
+            first: SharedStarts(
+                [starts[job.slot] for job in own[first : first + self.batch_size]],
+                begin=min(min(steps[first : first + self.batch_size]) for steps in firsts),
+            )
+            for first in range(0, len(own), self.batch_size)
+        }
 
     def _jobs_together(self, rollout: int) -> list[list[RolloutSample]]:
         """Return the clips of each process that calls the network together with this one, its own included."""

@@ -55,6 +55,18 @@ class SharedStart(NamedTuple):
     mean: Tensor
 
 
+class SharedStarts(NamedTuple):
+    """Shared starts of the clips of a batch.
+
+    Attributes:
+        starts: the start of each clip.
+        begin: first step of the starts in this batch of all processes that call the network together.
+    """
+
+    starts: Sequence[SharedStart]
+    begin: int
+
+
 class TakeGradient(Protocol):
     """An object that takes the gradients of trained transitions; see `RolloutGradients`.
 
@@ -196,7 +208,7 @@ class Sampler:
             time, now = self.time(torch.full((len(x),), step)), self._coefficients(tables, step)
             prediction = self.predict(self.spec.network_at(float(self.times[step]), transformer), x, time, conditions)
             mean = transition_mean(self.process, prediction, x, time, now)
-            starts |= {row: SharedStart(step, x[row], mean[row]) for row, at in enumerate(firsts) if at == step}
+            starts |= {row: SharedStart(step, x[row], mean[row]) for row, first in enumerate(firsts) if first == step}
             x = sample(mean, torch.zeros_like(x), now.std, storage=self.storage)
         return [starts[row] for row in range(len(jobs))]
 
@@ -206,9 +218,7 @@ class Sampler:
         jobs: Sequence[RolloutSample],
         conditions: PromptEmbeds,
         gradients: TakeGradient | None = None,
-        *,
-        starts: Sequence[SharedStart] = (),
-        begin: int = 0,
+        shared: SharedStarts | None = None,
     ) -> tuple[Tensor, list[Replay]]:
         """Sample clips of a rollout: clean latents `[B, C, T, H, W]`, and the replay data of each clip.
 
@@ -217,19 +227,18 @@ class Sampler:
             jobs: the clips.
             conditions: see `predict`.
             gradients: takes the gradients of trained transitions, which are then not stored for replay.
-            starts: the shared start of each clip, or empty if all are sampled from noise.
-            begin: first step of these starts, of all processes that call the network together.
+            shared: the shared starts of the clips, or None if each is sampled from noise.
         """
-        if starts:
-            x = torch.stack([start.before for start in starts])
-        else:
+        if shared is None:
             x = self.noise(jobs, "start", per_group=self._same_noise)
-        return self.denoise(transformer, x, conditions, jobs, gradients, starts=starts, begin=begin)
+        else:
+            x = torch.stack([start.before for start in shared.starts])
+        return self.denoise(transformer, x, conditions, jobs, gradients, shared)
 
     @torch.no_grad()
     def denoise(
         self, transformer: nn.Module, x: Tensor, conditions: PromptEmbeds, jobs: Sequence[RolloutSample] = (),
-        gradients: TakeGradient | None = None, *, starts: Sequence[SharedStart] = (), begin: int = 0,
+        gradients: TakeGradient | None = None, shared: SharedStarts | None = None,
     ) -> tuple[Tensor, list[Replay]]:  # fmt: skip
         """Denoise from pure noise `x`, or from shared starts; see `rollout`.
 
@@ -238,8 +247,9 @@ class Sampler:
         tables = [self.tables.group_transitions(job.rollout, job.slot) for job in jobs]
         tables = tables or [self.tables.deterministic] * len(x)
         trained = torch.tensor([self.tables.trained(job.rollout, job.slot) for job in jobs])
+        starts, begin = ((), 0) if shared is None else shared
         firsts = torch.tensor([start.step for start in starts] or [-1] * len(x))
-        shared = torch.stack([start.mean for start in starts]) if starts else x
+        means = torch.stack([start.mean for start in starts]) if starts else x
         stored: list[tuple[list[int], list[Tensor]]] = []
         x = x.to(self.storage).float()  # stored latents must equal those that the network has seen
         for step in range(begin, len(self.times)):
@@ -255,10 +265,10 @@ class Sampler:
                 x = self._with_gradients(network, clips, gradients)
                 continue
             if starts and step == begin:  # no clip has diverged from its prompt's others yet
-                mean = shared
+                mean = means
             else:
                 prediction = self.predict(network, x, time, conditions)
-                mean = self._choose(firsts == step, shared, transition_mean(self.process, prediction, x, time, now))
+                mean = self._choose(firsts == step, means, transition_mean(self.process, prediction, x, time, now))
             after = self._choose(firsts > step, x, sample(mean, noise, now.std, storage=self.storage))
             rows = (trained == step).nonzero()[:, 0]
             if len(rows) and gradients is None:
