@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import lru_cache
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any, Generic, TypeVar
 
 from .failures import InputError
@@ -39,18 +39,21 @@ class Registry(Generic[T]):
         problem: Callable[[str, Any], str | None],
         is_same: Callable[[Any, Any], bool],
         added: Callable[[str, T], str | None] = lambda name, value: None,
+        module: str = "",
     ) -> None:
         """Args:
         noun, group: see the class.
         problem: returns why an object cannot have a name, to follow its description, or None if it can.
         is_same: whether an object may take the place of another of its name, as notebook cells are run again.
         added: takes note of a new object; returns why it cannot, as `problem` does, or None if it can.
+        module: module below `finetrainers` that registers the objects of this package, imported like an entry point.
         """
         self.noun, self.group = noun, group
         self.registered: dict[str, T] = {}
         self.packages: dict[str, str] = {}
         self.broken: list[str] = []
         self.added = added
+        self._module = module
         self._problem, self._is_same = problem, is_same
         self._loaded: set[metadata.EntryPoint] = set()
 
@@ -96,7 +99,11 @@ class Registry(Generic[T]):
         return "; ".join([f"unknown {self.noun} {name!r}{nearest(name, names)}", *self.broken])
 
     def _load(self, name: str | None) -> None:
-        """Register what installed packages offer under a name, or under any name."""
+        """Register what this package has, and what installed packages offer under a name, or under any name."""
+        if self._module:
+            import_module(f"finetrainers.{self._module}")
+        if name in self.registered:
+            return
         points = _entry_points(f"finetrainers.{self.group}", tuple(sys.path))
         for point in sorted(points, key=lambda point: (point.name, _package(point))):
             if point in self._loaded or name not in (None, point.name):

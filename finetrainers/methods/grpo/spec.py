@@ -15,7 +15,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.grpo import prompts_per_process, trained_steps, why_no_rollout_gradients
-from finetrainers.config.hacking import HackingRule, hacking_rule, measures_kl
+from finetrainers.config.hacking import HackingRule, hacking_rule
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.methods.spec import MethodMemory, MethodSpec, TrainingSet, Variant
@@ -31,7 +31,7 @@ from .no_replay.gradient_plan import (
     shares_starts,
     waiting_memory,
 )
-from .option_rules import CLIP_OPTIONS, check_grpo
+from .option_rules import CLIP_OPTIONS, check_noiseless, check_policy_gradients, check_rollouts
 from .prompts.plan import PromptPlan, image_problems, plan_prompts
 from .prompts.prompts import empty_beside, overwritten_embeddings
 
@@ -58,11 +58,17 @@ _READ = ("precompute_dir", "batch_size")
 
 
 class RewardFinetuning(MethodSpec):
-    """Policy gradients (`grpo`) and DiffusionNFT (`nft`): both sample clips for prompts and score them."""
+    """Methods that sample clips for prompts and score them.
+
+    Subclasses declare what they train. The defaults are those of a method that compares finished clips, sampled
+    without noise in the steps, and goes through each once in an optimizer step.
+    """
 
     size_options = ("rollout_size",)
     state_name = "sampling policy"
     samples = True
+    compares = True
+    kl_option: str | None = "kl_coef"
     unread: Mapping[str, str] = {
         name: _INSTEAD.get(name, "")
         for name, option in fields().items()
@@ -75,7 +81,17 @@ class RewardFinetuning(MethodSpec):
         return plan_prompts(config, geometry)
 
     def option_rules(self, config: TrainConfig, facts: Facts, *, world_size: int) -> Iterator[Finding]:
-        yield from check_grpo(config, facts, world_size=world_size)
+        yield from check_rollouts(config, facts, world_size=world_size, copies=self.weight_copies(config))
+        if self.compares and not self.trains_steps:
+            yield from check_noiseless(config)
+
+    def repeats(self, config: TrainConfig) -> int:
+        """Return how often each clip goes through the network with a gradient in an optimizer step."""
+        return 1
+
+    def weight_copies(self, config: TrainConfig) -> list[str]:
+        """Return descriptions of the copies of the trained weights that are swapped in, besides the reference model."""
+        return []
 
     def plan_problems(self, plan: Any, config: TrainConfig, facts: Facts) -> Iterator[Problem]:
         if not isinstance(plan, PromptPlan):  # sizes alone are planned
@@ -117,19 +133,9 @@ class RewardFinetuning(MethodSpec):
         for device in dict.fromkeys(filter(None, map(absent_gpu, self.rewards(config)))):
             message = f"this machine has no {device}; remove it, or use an existing device"
             yield Problem("--reward_device", message, "unavailable")
-        if _is_nft(config) and not parallel.weights_are_whole:
-            message = "the sampling policy is swapped in as unsharded weights, and this strategy shards them; use DDP"
-            yield Problem("--method nft", message, "unsupported")
-        if not self.computes_grads_in_rollout(config):
-            return
-        if parallel.why_no_local_gradients is not None:
-            yield Problem("--rollout_gradients", f"{parallel.why_no_local_gradients}; or use replay", "unsupported")
-        if parallel.scales_loss:
-            message = (
-                "gradients are computed while sampling, without the loss scaling that fp16 requires; use bf16, or "
-                "replay"
-            )
-            yield Problem("--rollout_gradients", message, "conflict")
+        if (copies := self.weight_copies(config)) and not parallel.weights_are_whole:
+            message = f"{copies[0]} is swapped in as unsharded weights, and this strategy shards them; use DDP"
+            yield Problem(f"--method {config.training.method}", message, "unsupported")
 
     def text_writer(
         self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Any
@@ -178,44 +184,14 @@ class RewardFinetuning(MethodSpec):
         return True
 
     def accumulates(self, config: TrainConfig) -> bool:
-        if self.computes_grads_in_rollout(config):
-            return False
-        section = config.grpo
-        repeats = section.nft_timesteps if _is_nft(config) else trained_steps(section)
-        if repeats > 1 or sampled_clips(config) > config.dataloader.batch_size * section.updates_per_rollout:
-            return True
-        # Clips that would fill one micro-batch take two if some share no inputs, or if their inputs are more.
-        prompts = prompts_per_process(section, config.parallel.data_size(launched_processes()))
-        is_cut = _shared_rows(config) < min(prompts, config.dataloader.batch_size)
-        return shares_starts(config) and (is_cut or section.timestep_fraction < 1)
+        batches = config.dataloader.batch_size * config.grpo.updates_per_rollout
+        return self.repeats(config) > 1 or sampled_clips(config) > batches
 
     def scores_while_sampling(self, config: TrainConfig) -> bool:
         return config.grpo.overlap_rewards
 
-    def computes_grads_in_rollout(self, config: TrainConfig) -> bool:
-        return computes_grads_in_rollout(config)
-
-    def variants(self, config: TrainConfig, split: ShardingSpec) -> list[Variant]:
-        section, option = config.grpo, "rollout_gradients"
-        if config.training.method != "grpo" or section.rollout_gradients != "auto":
-            return []
-        precision = config.training.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
-        replays = split.zero_stage > 0 or precision == "fp16" or any(why_no_rollout_gradients(section))
-        variants = []
-        for value in ("replay",) if replays else ("replay", "reweight", "retain"):
-            variant = config.model_copy(update={"grpo": section.model_copy(update={option: value})})
-            variants.append(Variant(option, value, variant, *passes(variant)))
-        return variants
-
-    def resume_warnings(self, config: TrainConfig, saved: Mapping[str, Any]) -> Iterator[str]:
-        if shares_starts(config) and not saved.get("shares_starts"):
-            yield (
-                "the run was begun by an earlier version or without replay, and continues without sharing the equal "
-                "start of a prompt's clips, so that its numbers stay the same; a new run (--init_from) takes less time"
-            )
-
     def uses_reference(self, config: TrainConfig) -> bool:
-        return measures_kl(config)
+        return self.kl_option is not None and config.get(self.kl_option) > 0
 
     def hacking_rule(self, config: TrainConfig) -> HackingRule | None:
         return hacking_rule(config)
@@ -256,6 +232,75 @@ class RewardFinetuning(MethodSpec):
     def memory(
         self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float
     ) -> MethodMemory:
+        """Return the memory of the latents of sampled clips and of copies of the weights."""
+        copies = trained * len(self.weight_copies(config))
+        if config.training.training_type == "full-finetune" and self.uses_reference(config):
+            copies += reference
+        trajectories = 4.0 * sampled_clips(config) * math.prod(latent)
+        return MethodMemory(copies=copies, trajectories=trajectories, batch_size=batch_size * self.branches(config))
+
+
+class PolicyGradients(RewardFinetuning):
+    """Policy gradients, which train stochastic denoising steps of the rollout."""
+
+    trains_steps = True
+    clips_ratio = True
+
+    def option_rules(self, config: TrainConfig, facts: Facts, *, world_size: int) -> Iterator[Finding]:
+        yield from super().option_rules(config, facts, world_size=world_size)
+        yield from check_policy_gradients(config, is_flow=facts.is_flow)
+
+    def repeats(self, config: TrainConfig) -> int:
+        return trained_steps(config.grpo)
+
+    def strategy_problems(self, config: TrainConfig, parallel: Any) -> Iterator[Problem]:
+        yield from super().strategy_problems(config, parallel)
+        if not self.computes_grads_in_rollout(config):
+            return
+        if parallel.why_no_local_gradients is not None:
+            yield Problem("--rollout_gradients", f"{parallel.why_no_local_gradients}; or use replay", "unsupported")
+        if parallel.scales_loss:
+            message = (
+                "gradients are computed while sampling, without the loss scaling that fp16 requires; use bf16, or "
+                "replay"
+            )
+            yield Problem("--rollout_gradients", message, "conflict")
+
+    def accumulates(self, config: TrainConfig) -> bool:
+        if self.computes_grads_in_rollout(config):
+            return False
+        if super().accumulates(config):
+            return True
+        # Clips that would fill one micro-batch take two if some share no inputs, or if their inputs are more.
+        prompts = prompts_per_process(config.grpo, config.parallel.data_size(launched_processes()))
+        is_cut = _shared_rows(config) < min(prompts, config.dataloader.batch_size)
+        return shares_starts(config) and (is_cut or config.grpo.timestep_fraction < 1)
+
+    def resume_warnings(self, config: TrainConfig, saved: Mapping[str, Any]) -> Iterator[str]:
+        if shares_starts(config) and not saved.get("shares_starts"):
+            yield (
+                "the run was begun by an earlier version or without replay, and continues without sharing the equal "
+                "start of a prompt's clips, so that its numbers stay the same; a new run (--init_from) takes less time"
+            )
+
+    def computes_grads_in_rollout(self, config: TrainConfig) -> bool:
+        return computes_grads_in_rollout(config)
+
+    def variants(self, config: TrainConfig, split: ShardingSpec) -> list[Variant]:
+        section, option = config.grpo, "rollout_gradients"
+        if section.rollout_gradients != "auto":
+            return []
+        precision = config.training.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
+        replays = split.zero_stage > 0 or precision == "fp16" or any(why_no_rollout_gradients(section))
+        variants = []
+        for value in ("replay",) if replays else ("replay", "reweight", "retain"):
+            variant = config.model_copy(update={"grpo": section.model_copy(update={option: value})})
+            variants.append(Variant(option, value, variant, *passes(variant)))
+        return variants
+
+    def memory(
+        self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float
+    ) -> MethodMemory:
         """Return the memory of sampled clips and of copies of the weights.
 
         A clip's latent is stored once, and on both sides of each trained step; `ratio_norm` also stores the step's
@@ -263,21 +308,14 @@ class RewardFinetuning(MethodSpec):
         maximum, and the case until the rewards have been compared. Clips that share an input of the network are
         compared with its prediction together.
         """
-        section, is_nft = config.grpo, _is_nft(config)
-        copies = trained if is_nft else 0.0
-        if config.training.training_type == "full-finetune" and self.uses_reference(config):
-            copies += reference
+        memory = super().memory(config, latent, batch_size=batch_size, trained=trained, reference=reference)
+        section = config.grpo
         if self.computes_grads_in_rollout(config):
-            return replace(waiting_memory(config), copies=copies)
-        elements = sampled_clips(config) * math.prod(latent)
-        trajectories = 4.0 * elements
-        if not is_nft and not section.offload_trajectory:
-            means = 4 if section.ratio_norm else 0
-            trajectories += trained_steps(section) * elements * (2 * _BYTES[section.trajectory_dtype] + means)
-        if shares_starts(config):
-            trajectories += 4.0 * math.prod(latent) * self._shared_latents(config)
-        calls = batch_size * (2 if section.rollout_cfg != 1 else 1)
-        return MethodMemory(copies=copies, trajectories=trajectories, batch_size=calls)
+            return replace(waiting_memory(config), copies=memory.copies)
+        each = 2 * _BYTES[section.trajectory_dtype] + (4 if section.ratio_norm else 0)
+        stored = 0 if section.offload_trajectory else trained_steps(section) * sampled_clips(config) * each
+        shared = 4.0 * self._shared_latents(config) if shares_starts(config) else 0.0
+        return replace(memory, trajectories=memory.trajectories + (stored + shared) * math.prod(latent))
 
     def _shared_latents(self, config: TrainConfig) -> int:
         """Return the number of latents that sharing takes: of the starts, and of the clips that share inputs."""
@@ -307,7 +345,3 @@ def _scoring_problems(plan: PromptPlan, config: TrainConfig) -> Iterator[Problem
 
 def _shared_rows(config: TrainConfig) -> int:
     return shared_rows(config, config.parallel.data_size(launched_processes()))
-
-
-def _is_nft(config: TrainConfig) -> bool:
-    return config.training.method == "nft"
