@@ -24,7 +24,7 @@ def chosen(
 ) -> AutoSettings:
     config = load_config(
         model_name="m", pretrained_model_name_or_path="repo", method="grpo", prompts="p.txt", reward=["brightness"],
-        rollout_size="17x64x64", train_steps=4, **{"rollout_gradients": "auto", **options},
+        rollout_size="17x64x64", train_steps=4, **{"rollout_gradients": "auto", "init_same_noise": False, **options},
     )  # fmt: skip
 
     def plan(config: TrainConfig) -> Any:
