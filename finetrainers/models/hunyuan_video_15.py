@@ -224,17 +224,15 @@ class HunyuanVideo15Spec(ModelSpec):
     guides_in_one_call = False
     #: Counted for 49x480x832 with all tokens of prompt and glyphs.
     activations: ClassVar = {
-        "lora": Activations(
-            kept=(23.3,), outside=10.0, checkpointed=1.12, forward=15.2, backward=35.1, attention=1.08, between=4.0
-        ),
+        "lora": Activations(kept=(23.3,), outside=10.0, checkpointed=1.12, forward=15.2, backward=35.1, attention=1.08),
         "lora without autocast": Activations(
-            kept=(18.2,), outside=9.2, checkpointed=1.06, forward=13.7, backward=27.4, attention=1.08, between=2.6
+            kept=(18.2,), outside=9.2, checkpointed=1.06, forward=13.7, backward=27.4, attention=1.08
         ),
         "full-finetune": Activations(
-            kept=(39.4,), outside=13.2, checkpointed=1.12, forward=20.2, backward=46.6, attention=1.08, between=7.8
+            kept=(39.4,), outside=13.2, checkpointed=1.12, forward=20.2, backward=46.6, attention=1.08
         ),
         "full-finetune without autocast": Activations(
-            kept=(29.8,), outside=6.6, checkpointed=1.06, forward=14.5, backward=34.0, attention=1.08, between=5.4
+            kept=(29.8,), outside=6.6, checkpointed=1.06, forward=14.5, backward=34.0, attention=1.08
         ),
     }
     text_varies = True  # at batch size 1

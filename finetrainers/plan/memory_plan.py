@@ -150,7 +150,7 @@ class RunMemory:
         run = Run(
             plan, model, len(spec.block_modules(self.transformer)),
             may_offload_samples=is_unsharded and bool(around.sampled),
-            decodes=own.samples, split=around.split,
+            decodes=own.samples,
         )  # fmt: skip
         earlier = self.checked.start.memory_choices
         if earlier and machine is not None:

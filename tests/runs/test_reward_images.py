@@ -218,9 +218,8 @@ def test_clips_from_an_image_learn_as_by_plain_replay(
 @pytest.mark.rotating
 @pytest.mark.parametrize(
     "changes",
-    [{"method": "nft", "init_same_noise": False}, {"method": "refl", "draft_k": 2},
-     {"rollout_gradients": "reweight", "rollout_cfg": 3.0}],
-    ids=["nft", "refl", "reweight"],
+    [{"method": "nft", "init_same_noise": False}, {"method": "refl", "draft_k": 2}, {"rollout_cfg": 3.0}],
+    ids=["nft", "refl", "grpo"],
 )  # fmt: skip
 def test_other_ways_to_learn_start_from_images(
     changes: dict[str, Any], options: Any, monkeypatch: pytest.MonkeyPatch

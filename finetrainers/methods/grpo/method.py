@@ -23,9 +23,7 @@ from finetrainers.methods.base import MethodParts, Metrics, Step
 from finetrainers.models.spec import PromptEmbeds
 from finetrainers.utils.device import to_device
 
-from .no_replay.no_replay import LocalGradient, ReducedGradient
 from .objective import (
-    by_noise,
     clip_range,
     clipped_ratio,
     gradient_by_noise,
@@ -36,7 +34,7 @@ from .objective import (
 from .prompts.source import PromptSource
 from .rollout.batches import Part, SharedInputs
 from .rollout.collect import RolloutBatch
-from .rollout_method import RolloutMethod, TimedStep
+from .rollout_method import RolloutMethod
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +85,7 @@ class Transition:
         return torch.cat([row.expand(count, *row.shape[1:]) for row, count in rows])
 
 
-class GRPO(RolloutMethod[RolloutBatch, Transition | ReducedGradient]):
+class GRPO(RolloutMethod[RolloutBatch, Transition]):
     """Group relative policy optimization of any registered model."""
 
     def __init__(self, parts: MethodParts[PromptSource]) -> None:
@@ -144,58 +142,18 @@ class GRPO(RolloutMethod[RolloutBatch, Transition | ReducedGradient]):
         self.collector.shares_starts = self.collector.shares_starts and state.get("shares_starts", False)
         super().load_state_dict({name: value for name, value in state.items() if name != "shares_starts"})
 
-    def update_steps(
-        self, transformer: nn.Module, collected: RolloutBatch, rollout: int
-    ) -> Iterator[Step[Transition | ReducedGradient]]:
-        if not self.collector.learns:
-            yield from super().update_steps(transformer, collected, rollout)
-            return
-        assert collected.gradient is not None
-        items = [collected.gradient] if sum(collected.trained_by_rank) else []
-        yield TimedStep(
-            items, self.shared, metrics={**collected.stats, "updates_skipped": float(not items)},
-            device=self.sampler.device, look=self.look,
-        )  # fmt: skip
-
-    def dry_steps(self, transformer: nn.Module) -> Iterator[tuple[str, Step[Transition | ReducedGradient]]]:
-        waits, held = self.collector.waits, list[Tensor]()
+    def dry_steps(self, transformer: nn.Module) -> Iterator[tuple[str, Step[Transition]]]:
         collected = self.dummy_rollout()
-        if waits is None:
-            # By the inputs of a call, then by the clips that share them; of each kind, the largest.
-            parts = sorted(self.parts(collected, 0)[0], key=lambda part: (len(part), len(part.clips)))
-            for part in reversed({part.sharing is None: part for part in parts}.values()):
-                name = "a rollout's micro-batch" if part.sharing is None else "a rollout's shared inputs"
-                part = replace(part, update=1, is_first=True)
-                yield name, Step([part], partial(self.micro_batch, transformer, collected, 0))
-            return
-
-        def make(part: Part) -> Transition:
-            """Return a micro-batch, with memory held as while a clip is sampled and while one goes backward."""
-            held.clear()  # after an OOM
-            batch = self.micro_batch(transformer, collected, 0, part)
-            weights = [w for w in transformer.parameters() if w.requires_grad]
-            held.extend(
-                torch.zeros(w.shape, device=batch.before.device) for _ in range(waits.gradients) for w in weights
-            )
-            sampled, backward = waits.waiting_calls
-            graphs = [self._mean(transformer, batch)[0] for _ in range(sampled + 1 if sampled else 0)]
-            held.extend(graphs[:backward])
-            return batch
-
-        part = Part([0], [1.0], repeat=0, update=1, is_first=True)  # clips go through the network one by one
-        yield "a rollout's transition", Step([part], make)
-        held.clear()
-
-    def shared(self, local: LocalGradient) -> ReducedGradient:
-        """Return the gradients reduced over all processes, which all call this."""
-        return ReducedGradient(self.collector.parallel.shared_gradients(local.weights), local)
+        # By the inputs of a call, then by the clips that share them; of each kind, the largest.
+        parts = sorted(self.parts(collected, 0)[0], key=lambda part: (len(part), len(part.clips)))
+        for part in reversed({part.sharing is None: part for part in parts}.values()):
+            name = "a rollout's micro-batch" if part.sharing is None else "a rollout's shared inputs"
+            part = replace(part, update=1, is_first=True)
+            yield name, Step([part], partial(self.micro_batch, transformer, collected, 0))
 
     # ---- loss --------------------------------------------------------------------------------------------------
 
-    def loss(self, transformer: nn.Module, batch: Transition | ReducedGradient) -> tuple[Tensor, Metrics]:
-        if isinstance(batch, ReducedGradient):
-            loss = batch.as_loss()
-            return loss, {"loss": loss.detach(), **by_noise(batch.local.norms, batch.local.levels)}
+    def loss(self, transformer: nn.Module, batch: Transition) -> tuple[Tensor, Metrics]:
         # Samples between the updates of a rollout may have changed the mode, of the network below its wrapper too.
         transformer.eval()
         prediction, mean = self._mean(transformer, batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,26 +13,18 @@ from finetrainers.config.checks.findings import Finding
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
-from finetrainers.config.grpo import prompts_per_process, trained_steps, why_no_rollout_gradients
+from finetrainers.config.grpo import prompts_per_process, trained_steps
 from finetrainers.config.hacking import HackingRule, hacking_rule
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import TrainConfig, fields
-from finetrainers.methods.spec import MethodMemory, MethodSpec, TrainingSet, Variant
-from finetrainers.parallel.sharding import ShardingSpec
+from finetrainers.methods.spec import MethodMemory, MethodSpec, TrainingSet
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.text import plural
 
-from .no_replay.gradient_plan import (
-    computes_grads_in_rollout,
-    passes,
-    sampled_clips,
-    shared_rows,
-    shares_starts,
-    waiting_memory,
-)
 from .option_rules import CLIP_OPTIONS, check_noiseless, check_policy_gradients, check_rollouts
 from .prompts.plan import PromptPlan, image_problems, plan_prompts
 from .prompts.prompts import empty_beside, overwritten_embeddings
+from .rollout.clip_counts import sampled_clips, shared_rows, shares_starts
 
 if TYPE_CHECKING:
     from finetrainers.models.spec import ModelSpec
@@ -253,22 +244,7 @@ class PolicyGradients(RewardFinetuning):
     def repeats(self, config: TrainConfig) -> int:
         return trained_steps(config.grpo)
 
-    def strategy_problems(self, config: TrainConfig, parallel: Any) -> Iterator[Problem]:
-        yield from super().strategy_problems(config, parallel)
-        if not self.computes_grads_in_rollout(config):
-            return
-        if parallel.why_no_local_gradients is not None:
-            yield Problem("--rollout_gradients", f"{parallel.why_no_local_gradients}; or use replay", "unsupported")
-        if parallel.scales_loss:
-            message = (
-                "gradients are computed while sampling, without the loss scaling that fp16 requires; use bf16, or "
-                "replay"
-            )
-            yield Problem("--rollout_gradients", message, "conflict")
-
     def accumulates(self, config: TrainConfig) -> bool:
-        if self.computes_grads_in_rollout(config):
-            return False
         if super().accumulates(config):
             return True
         # Clips that would fill one micro-batch take two if some share no inputs, or if their inputs are more.
@@ -283,35 +259,18 @@ class PolicyGradients(RewardFinetuning):
                 "start of a prompt's clips, so that its numbers stay the same; a new run (--init_from) takes less time"
             )
 
-    def computes_grads_in_rollout(self, config: TrainConfig) -> bool:
-        return computes_grads_in_rollout(config)
-
-    def variants(self, config: TrainConfig, split: ShardingSpec) -> list[Variant]:
-        section, option = config.grpo, "rollout_gradients"
-        if section.rollout_gradients != "auto":
-            return []
-        precision = config.training.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
-        replays = split.zero_stage > 0 or precision == "fp16" or any(why_no_rollout_gradients(section))
-        variants = []
-        for value in ("replay",) if replays else ("replay", "reweight", "retain"):
-            variant = config.model_copy(update={"grpo": section.model_copy(update={option: value})})
-            variants.append(Variant(option, value, variant, *passes(variant)))
-        return variants
-
     def memory(
         self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float
     ) -> MethodMemory:
         """Return the memory of sampled clips and of copies of the weights.
 
         A clip's latent is stored once, and on both sides of each trained step; `ratio_norm` also stores the step's
-        mean. Gradients taken while sampling need no latents. The figure is for training on all clips, which is the
+        mean. The figure is for training on all clips, which is the
         maximum, and the case until the rewards have been compared. Clips that share an input of the network are
         compared with its prediction together.
         """
         memory = super().memory(config, latent, batch_size=batch_size, trained=trained, reference=reference)
         section = config.grpo
-        if self.computes_grads_in_rollout(config):
-            return replace(waiting_memory(config), copies=memory.copies)
         each = 2 * _BYTES[section.trajectory_dtype] + (4 if section.ratio_norm else 0)
         stored = 0 if section.offload_trajectory else trained_steps(section) * sampled_clips(config) * each
         shared = 4.0 * self._shared_latents(config) if shares_starts(config) else 0.0

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from finetrainers.config.grpo import step_range
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.memory.estimate import GIB, bytes_of_copy, estimate_for
-from finetrainers.methods.grpo.no_replay.gradient_plan import passes, plan_gradients, steps_with_graphs
 from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import MethodMemory
 from finetrainers.parallel.sharding import ShardingSpec
@@ -97,65 +95,6 @@ def test_calls_of_the_network() -> None:
         assert method_spec(config).accumulates(config) is several
 
 
-@pytest.mark.parametrize(
-    ("options", "on_device", "on_host"),
-    [
-        ({"batch_size": 1}, 3 + 1, 0),  # those that wait, and that of the clip's earlier steps
-        ({"batch_size": 4}, 3 + 4, 0),
-        ({"batch_size": 1, "window_size": 1}, 3, 0),
-        ({"batch_size": 1, "best_of_n": 4, "offload_trajectory": True}, 1, 5),
-        ({"batch_size": 1, "advantage": "global_std"}, 15 + 1, 0),
-    ],
-)
-def test_gradients_taken_while_sampling(options: dict[str, Any], on_device: int, on_host: int) -> None:
-    found = memory(rollout_gradients="reweight", rollout_cfg=3.0, **options)
-    assert (found.gradients, found.gradients_on_host) == (on_device, on_host)
-    assert found.trajectories == 0
-    assert found.batch_size == 2  # a clip at a time, with both branches
-    config = configured(rollout_gradients="reweight", **options)
-    assert not method_spec(config).accumulates(config)
-
-
-def test_processes_that_gather_weights_go_backward_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others sum up what waits of a prompt as soon as it is done; so do these where gradients wait, and not graphs."""
-    early = {how: plan_gradients(configured(rollout_gradients=how)).early for how in ("reweight", "retain")}
-    assert early == {"reweight": True, "retain": True}
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    early = {how: plan_gradients(configured(rollout_gradients=how)).early for how in ("reweight", "retain")}
-    assert early == {"reweight": True, "retain": False}
-
-
-def test_steps_that_leave_graphs_where_processes_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clip's own, or those of any of the prompts, whose windows may lie apart; there are ten steps in all."""
-    windows = {"rollout_gradients": "retain", "window_per_prompt": True, "window_size": 2, "sampling_steps": 10}
-    configs = [configured(**windows, prompts_per_step=prompts) for prompts in (2, 4, 8)]
-    assert [steps_with_graphs(config) for config in configs] == [2, 2, 2]
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    found = [steps_with_graphs(config) for config in configs]
-    assert found == [4, min(8, len(step_range(configs[1].grpo))), len(step_range(configs[2].grpo))]
-    windows["window_per_prompt"] = False
-    assert steps_with_graphs(configured(**windows, prompts_per_step=4)) == 2
-
-
-def test_passes_of_a_clip() -> None:
-    """Ten steps are sampled and two trained, of half of the clips; replay calls the network for these once more."""
-    found = {
-        how: passes(configured(rollout_gradients=how, sampling_steps=10, window_size=2, best_of_n=4))
-        for how in ("replay", "reweight", "retain")
-    }
-    # Before the first trained step, 0 to 3, clips are one; then it goes through the network once for 8 clips, of 4.
-    sampled, trained = 10 - (1 + 1.5) * 7 / 8, 0.5 + 1 / 8
-    assert found == {"replay": (sampled + trained, trained), "reweight": (10, 2), "retain": (10, 1)}
-    apart = configured(sampling_steps=10, window_size=2, best_of_n=4, init_same_noise=False)
-    assert passes(apart) == (11, 1)
-    # The table of docs/explanation/grpo.md, of 8 clips; a backward pass takes as long as two forward passes.
-    for options, expected in (({}, 89.5), ({"sampling_steps": 4, "window_size": 1}, 24.5), ({"window_size": 0}, 268)):
-        forward, backward = passes(configured(**options))
-        assert 8 * (forward + 2 * backward) == pytest.approx(expected)
-
-
 def test_they_are_part_of_the_estimate(tiny_repo: Any) -> None:
     from finetrainers.models.registry import get_family
 
@@ -186,12 +125,5 @@ def test_they_are_part_of_the_estimate(tiny_repo: Any) -> None:
     assert rewarded.total == pytest.approx(
         plain.total + rewarded.parts["copies of the policy"] + rewarded.parts["sampled trajectories"]
     )
-    reweighted, _ = plan(
-        method="grpo", prompts="p.txt", reward=["brightness"], rollout_size="9x64x64", rollout_gradients="reweight",
-    )  # fmt: skip
-    weights = 4 * sum(p.numel() for p in network.parameters()) / GIB
-    assert reweighted.parts["gradients of clips"] == pytest.approx((3 + 2) * weights)
-    assert reweighted.parts["activations kept"] == pytest.approx(plain.parts["activations kept"] / 2)
-    assert reweighted.total > reweighted.parts["gradients of clips"] + 4 * weights  # state, weights, one more gradient
     grown = {name for name, size in rewarded.parts.items() if size and not plain.parts[name]}
     assert grown == {"copies of the policy", "sampled trajectories"}

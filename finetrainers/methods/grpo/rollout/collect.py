@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +22,10 @@ from ..advantage import Advantages, best_of_n, compute_advantages
 from ..keep.dancegrpo_files import DanceGRPOFiles
 from ..keep.keep_pairs import PairKeeper
 from ..keep.keep_rollouts import RolloutKeeper
-from ..no_replay.gradient_plan import (
-    computes_grads_in_rollout,
-    plan_gradients,
-    shared_rows,
-    shares_starts,
-    waiting_memory,
-)
-from ..no_replay.no_replay import LocalGradient, RolloutGradients
 from ..prompts.prompts import RolloutSample
 from ..prompts.source import PromptSource
 from .batches import SharedInputs
+from .clip_counts import shared_rows, shares_starts
 from .sampler import Replay, Sampler, SharedStart, SharedStarts
 from .scoring import Scoring
 
@@ -45,7 +38,6 @@ class RolloutBatch:
         latents: clean latents `[C, T, H, W]` by index, of the clips to train on; of the first clip if there are none.
         replays: trained transitions of those clips; empty without noise.
         advantages: `[n, K]` fp32, the terms of each clip's advantage; see `Advantages.terms`.
-        gradient: the gradient, if it was taken while sampling.
         shared: inputs that clips share in their first trained step, or None if starts are not shared.
     """
 
@@ -56,7 +48,6 @@ class RolloutBatch:
     trained_clips: Sequence[int]
     trained_by_rank: Sequence[int]
     stats: Mapping[str, float]
-    gradient: LocalGradient | None = None
     shared: SharedInputs | None = None
 
     @property
@@ -72,8 +63,6 @@ class RolloutCollector:
         reward_fps: frame rate at which clips are scored; it does not change the clips.
         panel: the rewards that score clips.
         shown: writes some clips for users to watch.
-        learns: whether the rollout has the gradient.
-        waits: gradients or graphs that then wait for advantages.
         shares_starts: whether the clips of a prompt are sampled as one until they differ; see `SharedStart`.
         shared_rows: clips of a call of the network that samples shared starts.
     """
@@ -97,18 +86,12 @@ class RolloutCollector:
         overlaps = section.overlap_rewards and parts.parallel.device.type == "cuda"
         self._stream = torch.cuda.Stream(parts.parallel.device) if overlaps else None
         self._vae_stats = parts.vae_stats
-        self._gradients = plan_gradients(config) if computes_grads_in_rollout(config) else None
-        self.waits = waiting_memory(config) if self._gradients is not None else None
         self.shares_starts = shares_starts(config)
         self.shared_rows = shared_rows(config, parts.parallel.data_size)
         folder = config.run.output_dir / "pairs"
         self._pairs = PairKeeper(folder, parts.parallel, fps=parts.geometry.fps) if section.keep_pairs else None
         self.shown = RolloutKeeper(config, parts.parallel, fps=parts.geometry.fps)
         self._files = DanceGRPOFiles(config, parts.parallel, fps=self.reward_fps) if section.dancegrpo_files else None
-
-    @property
-    def learns(self) -> bool:
-        return self._gradients is not None
 
     def jobs(self, rollout: int) -> list[RolloutSample]:
         """Return this rank's clips: the clips of all prompts in order, cut into one equal part for each rank."""
@@ -136,7 +119,6 @@ class RolloutCollector:
         videos: dict[int, Tensor] = {}  # by index on the host, of clips that this process may write
         scoring = Scoring(self.panel, spent, overlap=self.section.overlap_rewards, stream=self._stream)
         error: Exception | None = None
-        taking = self._take_gradients(jobs)
         shared = self._shared_starts(transformer, rollout, spent) if self.shares_starts else {}
 
         def sampled() -> Iterator[tuple[int, Tensor]]:
@@ -144,15 +126,12 @@ class RolloutCollector:
                 chunk = jobs[first : first + self.batch_size]
                 with timed(spent, "rollout", device):
                     conditions = self.source.conditions([job.prompt for job in chunk])
-                    if taking is not None:
-                        taking.steps = self._batch_steps(rollout, first)
-                    clean, paths = self.sampler.rollout(transformer, chunk, conditions, taking, shared.get(first))
-                latents.extend(clean if taking is None else ())
-                replays.extend(paths)
+                    clean, trajectories = self.sampler.rollout(transformer, chunk, conditions, shared.get(first))
+                latents.extend(clean)
+                replays.extend(trajectories)
                 yield first, self.sampler.clips(clean, conditions)
 
-        # Gradients taken while sampling wait for the scores of their batch, on every process of a group.
-        for first, clips in self.parallel.take_turns(sampled()) if taking is None else sampled():
+        for first, clips in self.parallel.take_turns(sampled()):
             prompts = [job.prompt for job in jobs[first : first + self.batch_size]]
             texts = [prompt.text for prompt in prompts]
             number = self.parallel.data_rank * len(jobs) + first
@@ -162,8 +141,7 @@ class RolloutCollector:
                         decoded = self.decode(clips)
                     with timed(spent, "reward", device):
                         about = {"fps": self.reward_fps, "images": self.source.reward_images(prompts)}
-                        scored = scoring.add(decoded, texts, rollout=rollout, first_clip=number, **about)
-                    self._train_scored(taking, scored, spent)
+                        scoring.add(decoded, texts, rollout=rollout, first_clip=number, **about)
                     if self.parallel.owns_item(first // self.batch_size):
                         videos |= self._show(jobs, first, decoded)
             except Exception as caught:
@@ -174,11 +152,10 @@ class RolloutCollector:
         self.parallel.raise_if_any_failed(error, f"scoring the clips of rollout {rollout}")
         scores = Scores.in_order(self.parallel.gather_objects(batch_scores))
         compared = self.compare(scores)
-        gradient = self._finish_gradients(taking, compared, spent)
         stats = {"rollout": float(rollout), **self._stats(scores, compared, spent)}
         stats |= self._count_skipped(rollout, compared)
         self._keep(jobs, videos, scores, compared, stats)
-        return replace(self._select(jobs, latents, replays, compared, stats), gradient=gradient)
+        return self._select(jobs, latents, replays, compared, stats)
 
     def _show(self, jobs: Sequence[RolloutSample], first: int, decoded: Tensor) -> dict[int, Tensor]:
         """Write a batch's clips, and return those that may be written when all are compared, by index."""
@@ -204,37 +181,6 @@ class RolloutCollector:
         self.shown.keep(jobs, videos, scores, advantages)
         if self._files is not None:
             self._files.scores(jobs[0].rollout, stats)
-
-    def _take_gradients(self, jobs: Sequence[RolloutSample]) -> RolloutGradients | None:
-        """Return the object that takes gradients while sampling, or None if transitions are replayed."""
-        if self._gradients is None:
-            return None
-
-        def compare(scores: Scores) -> tuple[Advantages, Tensor]:
-            advantages = self.compare(scores)
-            return advantages, self._mask_trained(advantages)
-
-        return RolloutGradients(
-            self._gradients, self.section, jobs=jobs, parallel=self.parallel, compare=compare,
-            weights=self.panel.weights, repeats=self.sampler.tables.num_trained,
-        )  # fmt: skip
-
-    def _train_scored(self, taking: RolloutGradients | None, scores: Scores | None, spent: dict[str, float]) -> None:
-        """Train on the gradients or graphs that wait for the scores of a batch, if there are any."""
-        if taking is None:
-            return
-        assert scores is not None, "gradients that are computed while sampling wait for scores"
-        with timed(spent, "train", self.parallel.device):
-            taking.scored(scores)
-
-    def _finish_gradients(
-        self, taking: RolloutGradients | None, advantages: Advantages, spent: dict[str, float]
-    ) -> LocalGradient | None:
-        """Return the gradient of a rollout that takes gradients, else None."""
-        if taking is None:
-            return None
-        with timed(spent, "train", self.parallel.device):
-            return taking.finish(advantages, self._mask_trained(advantages))
 
     def _shared_starts(self, transformer: nn.Module, rollout: int, spent: dict[str, float]) -> dict[int, SharedStarts]:
         """Return the shared starts of each batch of this rank's clips, by the batch's first clip."""
@@ -262,12 +208,6 @@ class RolloutCollector:
         """Return the clips of each process that calls the network together with this one, its own included."""
         by_rank = self._jobs_by_rank(rollout)
         return by_rank if self.parallel.forward_is_collective else [by_rank[self.parallel.data_rank]]
-
-    def _batch_steps(self, rollout: int, first: int) -> set[int]:
-        """Return the steps at which clips of a batch are trained, on all processes that call the network together."""
-        together = self._jobs_together(rollout)
-        slots = {job.slot for jobs in together for job in jobs[first : first + self.batch_size]}
-        return {step for slot in slots for step in self.sampler.tables.trained(rollout, slot)}
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return clips `[B, T, C, H, W]` in [0, 1] on the CPU, of complete latents; see `Sampler.clips`."""
@@ -348,7 +288,7 @@ class RolloutCollector:
         needed = trained or [0]  # fills up micro-batches where other ranks train some clips
         return RolloutBatch(
             jobs=jobs,
-            latents={i: latents[i].clone() for i in needed if latents},  # views would keep the batch in memory
+            latents={i: latents[i].clone() for i in needed},  # views would keep the batch in memory
             replays={i: replays[i] for i in needed if replays},
             advantages=advantages.terms.flatten(0, 1)[start : start + share].float(),
             trained_clips=trained,

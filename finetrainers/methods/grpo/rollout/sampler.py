@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from finetrainers.models.spec import DTYPES, PromptEmbeds, VideoMeta
 from finetrainers.utils.alive import send_heartbeat
 from finetrainers.utils.device import to_device
 
-from ..no_replay.no_replay import gradient_advice
 from ..prompts.prompts import RolloutSample
 from ..prompts.source import PromptSource
 from .tables import StepTables
@@ -65,40 +64,6 @@ class SharedStarts(NamedTuple):
 
     starts: Sequence[SharedStart]
     begin: int
-
-
-class TakeGradient(Protocol):
-    """An object that takes the gradients of trained transitions; see `RolloutGradients`.
-
-    Attributes:
-        steps: steps at which some clip is trained.
-        together: whether processes wait for each other in backward, so that all run it at these steps.
-    """
-
-    steps: Collection[int]
-    together: bool
-
-    def take(
-        self, transformer: nn.Module, row: int, log: Tensor, prediction: Tensor, *, weight: float, level: Tensor
-    ) -> None: ...
-
-
-class _Clips(NamedTuple):
-    """Clips before a transition, as `Sampler.denoise` has them, and its weight for each; 0 if it is not trained."""
-
-    x: Tensor
-    time: Tensor
-    now: Transitions
-    noise: Tensor
-    conditions: PromptEmbeds
-    weights: list[float]
-
-    def row(self, row: int) -> tuple[Tensor, Tensor, Transitions, Tensor, PromptEmbeds]:
-        """Return one clip as a batch."""
-        rows, count = slice(row, row + 1), len(self.x)
-        conditions = self.conditions.rows(range(row, len(self.conditions), count))  # with guidance, two rows
-        now = Transitions(*(part[rows] for part in self.now))
-        return self.x[rows], self.time[rows], now, self.noise[rows], conditions
 
 
 class Sampler:
@@ -217,7 +182,6 @@ class Sampler:
         transformer: nn.Module,
         jobs: Sequence[RolloutSample],
         conditions: PromptEmbeds,
-        gradients: TakeGradient | None = None,
         shared: SharedStarts | None = None,
     ) -> tuple[Tensor, list[Replay]]:
         """Sample clips of a rollout: clean latents `[B, C, T, H, W]`, and the replay data of each clip.
@@ -226,19 +190,18 @@ class Sampler:
             transformer: the (wrapped) network, in the mode in which it will be trained.
             jobs: the clips.
             conditions: see `predict`.
-            gradients: takes the gradients of trained transitions, which are then not stored for replay.
             shared: the shared starts of the clips, or None if each is sampled from noise.
         """
         if shared is None:
             x = self.noise(jobs, "start", per_group=self._same_noise)
         else:
             x = torch.stack([start.before for start in shared.starts])
-        return self.denoise(transformer, x, conditions, jobs, gradients, shared)
+        return self.denoise(transformer, x, conditions, jobs, shared)
 
     @torch.no_grad()
     def denoise(
         self, transformer: nn.Module, x: Tensor, conditions: PromptEmbeds, jobs: Sequence[RolloutSample] = (),
-        gradients: TakeGradient | None = None, shared: SharedStarts | None = None,
+        shared: SharedStarts | None = None,
     ) -> tuple[Tensor, list[Replay]]:  # fmt: skip
         """Denoise from pure noise `x`, or from shared starts; see `rollout`.
 
@@ -259,11 +222,6 @@ class Sampler:
             noise = torch.zeros_like(x)
             if any(float(table.std[step]) > 0 for table in tables):
                 noise = self.noise(jobs, f"step {step}")
-            if gradients is not None and step in gradients.steps:
-                weights = (trained == step).any(1) * self.tables.weights[step]
-                clips = _Clips(x, time, now, noise, conditions, weights.tolist())
-                x = self._with_gradients(network, clips, gradients)
-                continue
             if starts and step == begin:  # no clip has diverged from its prompt's others yet
                 mean = means
             else:
@@ -271,7 +229,7 @@ class Sampler:
                 mean = self._choose(firsts == step, means, transition_mean(self.process, prediction, x, time, now))
             after = self._choose(firsts > step, x, sample(mean, noise, now.std, storage=self.storage))
             rows = (trained == step).nonzero()[:, 0]
-            if len(rows) and gradients is None:
+            if len(rows):
                 # Over the whole batch, as in replay: sums over fewer rows may run in another order.
                 std = now.std.clamp_min(torch.finfo(torch.float32).tiny)
                 log_old = log_density(after, mean, std)
@@ -293,24 +251,6 @@ class Sampler:
         if not bool(rows.any()):
             return others
         return torch.where(expand(to_device(rows, self.device), others), chosen, others)
-
-    def _with_gradients(self, network: nn.Module, clips: _Clips, gradients: TakeGradient) -> Tensor:
-        """Return the next latents; clips go through the network one by one, since each needs a separate gradient."""
-        latents = []
-        for row, weight in enumerate(clips.weights):
-            x, time, now, noise, conditions = clips.row(row)
-            with torch.set_grad_enabled(bool(weight) or gradients.together), gradient_advice():
-                prediction = self.predict(network, x, time, conditions)
-                mean = transition_mean(self.process, prediction, x, time, now)
-                after = sample(mean.detach(), noise, now.std, storage=self.storage)
-                if torch.is_grad_enabled():
-                    log = log_density(after, mean, now.std.clamp_min(torch.finfo(torch.float32).tiny))
-                    alpha, sigma = self.process.alpha_sigma(time)
-                    # With `ratio_norm`, where policies agree, a ratio differs by its factor alone.
-                    log = log * now.std if self.keeps_means else log
-                    gradients.take(network, row, log, prediction, weight=weight, level=sigma / (alpha + sigma))
-            latents.append(after)
-        return torch.cat(latents)
 
     def _replay_tensors(
         self, rows: Tensor, before: Tensor, after: Tensor, log_old: Tensor, mean: Tensor
