@@ -93,12 +93,14 @@ class Arm:
 
 
 def build(directory: Path, name: str, options: dict[str, Any]) -> Arm:
-    """An arm at its first step."""
+    """An arm at its first step; `shares_starts` is whether the equal start of a prompt's clips is sampled once."""
+    shares_starts = options.pop("shares_starts", True)
     config = reward_config(directory / name, steps=10_000, **options)
     parallel = make_strategy(config)
     trainer = assemble(
         preflight(config), parallel, Watchdog.of_run(config.run, rank=parallel.rank), MemoryRecorder(parallel.device)
     )
+    trainer.state.method.collector.shares_starts &= shares_starts
     arm = Arm(trainer, trainer.state.method.steps(0, trainer.state.transformer))
     _watch(arm)
     return arm

@@ -32,6 +32,7 @@ _DANCEGRPO: dict[str, Any] = {
     "batch_size": 8,
     "reward_fps": 25,
     "lr": 1e-2,
+    "shares_starts": False,
 }
 _NFT: dict[str, Any] = {
     "method": "nft",
