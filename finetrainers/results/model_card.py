@@ -66,7 +66,7 @@ _CARD = """---
 ## Use in diffusers
 
 ```bash
-pip install torch "diffusers>=0.40" transformers accelerate peft sentencepiece protobuf av{%
+pip install torch "diffusers>=0.40" "transformers>=5.10.1" accelerate peft sentencepiece protobuf av{%
     if media %} imageio imageio-ffmpeg{% endif %}
 ```
 
