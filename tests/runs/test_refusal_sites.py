@@ -91,7 +91,7 @@ AFTER = {
         methods/grpo/prompts/source.py: PromptSource._require
         methods/refl.py: RewardGradients._adjoint
         rewards/pixels.py: to_uint8
-        rewards/reward_set.py: RewardSet._raise, _Scorer._row, _Scorer.ask, _checked_pixels 5
+        rewards/reward_set.py: RewardSet._raise 2, _Scorer._read, _Scorer._row, _checked_pixels 5
     """,
     "The values of weights and of other large files, which are read when they are loaded.": """
         training/checkpoints/restore.py: _restore_optimizer
@@ -127,7 +127,7 @@ AFTER = {
         training/sampling.py: prompt_request
         memory/casting.py: enable_layerwise_upcasting
         memory/checkpointing.py: set_activation_memory
-        methods/grpo/advantage.py: best_of_n, compute_advantages
+        methods/grpo/advantage.py: best_of_n, compute_advantages 2
         methods/grpo/rollout/collect.py: RolloutCollector._jobs_by_rank
         methods/grpo/prompts/prompts.py: PromptOrder.__init__
         methods/grpo/rollout_method.py: RolloutMethod.steps
@@ -140,10 +140,11 @@ AFTER = {
         models/split/sequence_dropout.py: split_dropout 2
         models/spec.py: ModelSpec.given_text, ModelSpec.pipeline, ModelSpec.pipeline_call 2
         optim/ema.py: EMA.__init__
+        rewards/calls.py: Columns.select
         rewards/frames.py: spread_indices
         rewards/movement.py: _frames
         rewards/pixels.py: Sharpness.clip
-        rewards/reward_set.py: _Scorer._images
+        rewards/reward_set.py: _Scorer._call, _Scorer._images, _Scorer.split
         rewards/videoalign_input.py: fitting_size, frame_indices
         rewards/weights.py: torch_device
     """,
@@ -153,7 +154,7 @@ AFTER = {
         memory/checkpointing.py: _run_keeping_attention
         memory/quantization.py: QuantizedLinear.__getattr__
         methods/registry.py: register_method 2
-        models/registry.py: build_tiny 2
+        models/registry.py: tiny_builder 2
         models/split/sequence.py: SplitAttend.__call__
         models/spec.py: ModelSpec.encode_with_images, ModelSpec.text_shapes
         parallel/zero.py: ZeRO.load_optimizer
@@ -256,7 +257,8 @@ def configurations(folder: Path) -> Iterator[dict[str, Any]]:
     yield {"init_from": str(folder)}
     for path in ("finished/checkpoints/step-1", "finished/pytorch_lora_weights.safetensors"):
         yield {"init_from": str(folder / path)}
-    yield {"resume_from_checkpoint": "latest", "output_dir": str(folder / "finished")}
+    for checkpoint in ("latest", "9"):
+        yield {"resume_from_checkpoint": checkpoint, "output_dir": str(folder / "finished")}
 
 
 #: Variables of launchers under which configurations are checked once more.
