@@ -50,8 +50,8 @@ class Scoring:
         self._flying: Future[tuple[int, Scores]] | None = None
         self._done: list[tuple[int, Scores]] = []
 
-    def add(self, videos: Tensor, prompts: Sequence[str], *, first_clip: int = 0, **about: Any) -> None:
-        """Score a batch, or start scoring it in the thread, or let it wait.
+    def add(self, videos: Tensor, prompts: Sequence[str], *, first_clip: int = 0, **about: Any) -> Scores | None:
+        """Score a batch and return the scores, or start scoring it in the thread, or let it wait, and return None.
 
         An error in the thread is raised by the next call.
 
@@ -62,14 +62,16 @@ class Scoring:
         if self.panel.compares_clips:
             self._waiting.append((videos, prompts, about))
             if sum(len(clips) for clips, _, _ in self._waiting) % self.group:
-                return
+                return None
             videos, prompts, about = _joined(self._waiting)
             first_clip, self._waiting = about["first_clip"], []
         if self._pool is None:
-            self._done.append((first_clip, self.panel.score(videos, prompts, **about)))
-            return
+            scores = self.panel.score(videos, prompts, **about)
+            self._done.append((first_clip, scores))
+            return scores
         self._land()
         self._flying = self._pool.submit(self._score, videos, prompts, about)
+        return None
 
     def finish(self, error: Exception | None) -> tuple[list[tuple[int, Scores]], Exception | None]:
         """Return the scores of all batches, each with the number of its first clip, and the first error or None.
