@@ -379,11 +379,12 @@ def file_problems(
         device_type: where the model will be used, or None for this machine.
     """
     on_cuda = (device_type or likely_device_type()) == "cuda"
-    return [
+    problems = (
         Problem.from_error(source_option(config, part), error)
         for part in parts
         for error in _examine(config, part, weights, on_cuda)
-    ]
+    )
+    return list(dict.fromkeys(problems))  # parts of one directory lack it together
 
 
 def tokenizer_problems(config: ModelSection, parts: Sequence[str]) -> list[Problem]:
