@@ -275,12 +275,11 @@ class MethodSpec:
 
     def problems(self, config: TrainConfig) -> list[Problem]:
         """Return problems with options that a registry has to check: by default, with rewards."""
-        entries = config.validation.eval_reward
-        single = registry().compares_clips if self.samples else registry().single_clip_problem
+        # Prompts of methods that sample clips have the columns that rewards require; see `column_problems`.
         return [
             Problem("--eval_reward", f"{registry().single_clip_problem(entry)}", "unsupported")
-            for entry in entries
-            if single(entry)
+            for entry in config.validation.eval_reward
+            if (registry().compares_clips if self.samples else registry().single_clip_problem)(entry)
         ] + [
             Problem.from_error(f"--{option}", error)
             for option in ("reward", "eval_reward")
