@@ -15,7 +15,6 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.hacking import HackingRule
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import TrainConfig, fields
-from finetrainers.data.buckets.windows import is_window
 from finetrainers.utils.text import plural
 
 if TYPE_CHECKING:
@@ -295,6 +294,8 @@ class MethodSpec:
         """Yield requirements of the plan that a checkpoint cannot meet; the configs of the checkpoint must be known."""
         yield from rewards_without_images(self.rewards(config))
         if plan.encodes_clips:
+            from finetrainers.data.buckets.windows import is_window  # imports PyAV, which help does without
+
             windows = {clip.bucket for clip in getattr(plan, "clips", ()) if is_window(clip)}
             yield from length_problems(config.data, facts, plan.buckets, windows)
 
