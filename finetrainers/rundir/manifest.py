@@ -85,7 +85,7 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
         for name, entry in manifest["files"].items():
             int(entry["size"]), str(entry["sha256"])
             path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts or not path.parts:
+            if path.is_absolute() or ".." in path.parts or not path.parts or not name.isprintable():
                 raise ValueError(f"{name!r} is not a file in the checkpoint")
         _check_checksum(manifest, content)
         for name, kind in _INFORMATIVE.items():  # of manifests without a checksum
