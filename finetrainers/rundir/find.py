@@ -11,7 +11,7 @@ from typing import Any
 
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.launch import launched_rank
-from finetrainers.utils.reading import MAX_RECORDS, expect, read_json_object
+from finetrainers.utils.reading import MAX_RECORDS, expect, fits, read_json_object
 
 from .manifest import damage, lacks_optimizer, read_manifest, total_size
 
@@ -196,6 +196,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     for name, kind in _STATE_TYPES.items():
         expect(state.get(name), kind, f"{checkpoint}: {name} of its state")
     expect(state["guards"].get("data_ahead"), int, f"{checkpoint}: data_ahead of its state")
+    table = state["critical"].get("data_table")
+    if not fits(table, (type(None), [[str]])) or len({len(row) for row in table or ()}) > 1:
+        raise InputError(f"{checkpoint}: expected rows of texts as critical.data_table of its state")
     if state.setdefault("initial", None) is not None:
         initial = expect(state["initial"], dict, f"{checkpoint}: initial of its state")
         for name in ("given", "kind"):

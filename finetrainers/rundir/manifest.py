@@ -14,7 +14,7 @@ from typing import Any
 
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.files import file_sha256, fsync_dir, not_a_file, write_text_atomic
-from finetrainers.utils.reading import parse_json_object, read_bytes
+from finetrainers.utils.reading import expect, parse_json_object, read_bytes
 
 MANIFEST = "manifest.json"
 #: Key of the SHA-256 of the manifest's text, computed with `_BLANK` in its place.
@@ -83,7 +83,9 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
     try:
         manifest = parse_json_object(content, "content")
         for name, entry in manifest["files"].items():
-            int(entry["size"]), str(entry["sha256"])
+            if expect(entry["size"], int, f"size of {name!r}") < 0:
+                raise ValueError(f"size of {name!r} is {entry['size']}")
+            expect(entry["sha256"], str, f"sha256 of {name!r}")
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or not path.parts or not name.isprintable():
                 raise ValueError(f"{name!r} is not a file in the checkpoint")

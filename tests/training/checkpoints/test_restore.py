@@ -221,6 +221,11 @@ def test_other_formats_are_refused(options: Callable[..., dict], run: Callable[.
         read_state(directory)
     with pytest.raises(ConfigError, match=r"step-1 .* 99"):
         run(**options(train_steps=2), resume_from_checkpoint="latest")
+    content = {**json.loads(state.read_text()), "format": 4}
+    for table in (0.5, [["a"], ["b", "c"]], [[1]]):
+        state.write_text(json.dumps({**content, "critical": {**content["critical"], "data_table": table}}))
+        with refused("invalid", directory, "data_table"):
+            read_state(directory)
 
 
 def test_checkpoints_are_found_by_name(tmp_path: Path) -> None:
