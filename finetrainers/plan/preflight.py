@@ -393,7 +393,7 @@ def _media_problems(prompt: ValidationPrompt) -> list[Problem]:
             if is_video:
                 probe(Path(place))
                 continue
-            with decoding(place), open_image(place) as loaded_image:
+            with decoding(place), open_image(place, whole=True) as loaded_image:
                 loaded_image.load()  # all of it: a truncated image has a complete header
         except InvalidSampleError as error:
             is_lost = is_url(place) and not error.lasting

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import tracemalloc
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -213,6 +215,19 @@ def test_damaged_files_name_the_file(tmp_path: Path, make_video) -> None:
             read_frames(tmp_path / name, range(32), height=32, width=48)
     with pytest.raises(InvalidSampleError, match=r"empty\.png"):
         read_image(tmp_path / "empty.png", height=8, width=8)
+
+
+def test_lengths_that_a_file_states_are_not_allocated(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    content = bytearray((tmp_path / "a.png").read_bytes())
+    at = content.index(b"IDAT") - 4
+    content[at : at + 4] = (0x7FFFFFF0).to_bytes(4, "big")
+    (tmp_path / "a.png").write_bytes(content)
+    tracemalloc.start()
+    with contextlib.suppress(InvalidSampleError):
+        read_image(tmp_path / "a.png", height=8, width=8)
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
 
 
 def test_pictures_that_are_mended_are_an_error(tmp_path: Path, make_video) -> None:

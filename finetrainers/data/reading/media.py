@@ -24,6 +24,7 @@ from PIL import Image, ImageOps
 
 from finetrainers.utils.fetch import FetchError, fetch, is_url
 from finetrainers.utils.files import not_a_file
+from finetrainers.utils.reading import read_bytes
 
 from .status import InvalidSampleError
 
@@ -102,8 +103,13 @@ def require_content(state: os.stat_result) -> os.stat_result:
     return state
 
 
-def open_image(path: Path | str) -> Image.Image:
+def open_image(path: Path | str, *, whole: bool = False) -> Image.Image:
     """Open an image of at most `MAX_FRAME_PIXELS`, reading only its header. Text may be a URL, which is fetched.
+
+    Args:
+        path: the file, or the URL.
+        whole: whether to read the file at once, for its pixels: of a damaged PNG file PIL asks for the 4 GiB that a
+            length states, and they would be allocated.
 
     Raises:
         InvalidSampleError: the image is not a file, of another format, or larger.
@@ -114,7 +120,8 @@ def open_image(path: Path | str) -> Image.Image:
     if isinstance(path, str) and is_url(path):
         source = BytesIO(fetch(path))
     else:
-        require_file(Path(path))
+        state = require_file(Path(path))
+        source = BytesIO(read_bytes(Path(path), limit=state.st_size)) if whole else path
     try:
         image = Image.open(source, formats=_IMAGE_FORMATS)
     except Image.UnidentifiedImageError as error:

@@ -122,7 +122,7 @@ def read_covering(path: Path, *, height: int, width: int) -> Tensor:
 
 def _upright(path: Path) -> Tensor:
     """Return an image, turned upright, `[H, W, 3]` uint8."""
-    with decoding(path), open_image(path) as image:
+    with decoding(path), open_image(path, whole=True) as image:
         return torch.from_numpy(np.array(to_rgb(image)))
 
 

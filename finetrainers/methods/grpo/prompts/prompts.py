@@ -381,7 +381,7 @@ def _image_problems(prompts: list[Prompt]) -> Iterator[str]:
     first = {image: prompt for prompt in reversed(prompts) for image in prompt.images.values()}
     for image, prompt in sorted(first.items(), key=lambda pair: prompts.index(pair[1])):
         try:
-            with decoding(image), open_image(image) as picture:
+            with decoding(image), open_image(image, whole=True) as picture:
                 picture.load()  # all of it: a truncated file has a complete header
         except InvalidSampleError as error:
             yield f"{prompt.where}: {error}"
