@@ -28,7 +28,6 @@ class Activations:
         forward: peak of further memory in forward, with checkpointing.
         backward: peak of further memory in backward, with checkpointing: one recomputed block and its gradients.
         attention: outputs of a block's attention operators, including log-sum-exp.
-        between: activations that the network keeps outside of blocks from forward until backward.
     """
 
     kept: tuple[float, ...]
@@ -37,7 +36,6 @@ class Activations:
     forward: float
     backward: float
     attention: float = 1.03
-    between: float = 5.0
 
 
 @dataclass(frozen=True)

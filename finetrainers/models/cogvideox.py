@@ -87,17 +87,15 @@ class CogVideoXSpec(ModelSpec):
         "transformer": CogVideoXTransformer3DModel,
     }
     activations: ClassVar = {
-        "lora": Activations(
-            kept=(20.5,), outside=8.6, checkpointed=1.01, forward=17.5, backward=31.1, attention=1.05, between=4.1
-        ),
+        "lora": Activations(kept=(20.5,), outside=8.6, checkpointed=1.01, forward=17.5, backward=31.1, attention=1.05),
         "lora without autocast": Activations(
-            kept=(14.4,), outside=8.6, checkpointed=1.01, forward=11.3, backward=22.8, attention=1.05, between=2.1
+            kept=(14.4,), outside=8.6, checkpointed=1.01, forward=11.3, backward=22.8, attention=1.05
         ),
         "full-finetune without autocast": Activations(
-            kept=(23.4,), outside=6.0, checkpointed=1.01, forward=12.3, backward=27.5, attention=1.05, between=4.2
+            kept=(23.4,), outside=6.0, checkpointed=1.01, forward=12.3, backward=27.5, attention=1.05
         ),
         "full-finetune": Activations(
-            kept=(31.6,), outside=10.5, checkpointed=1.01, forward=17.0, backward=40.0, attention=1.05, between=6.9
+            kept=(31.6,), outside=10.5, checkpointed=1.01, forward=17.0, backward=40.0, attention=1.05
         ),
     }
     unquantized = ("^patch_embed", "^time_embedding", "^ofs_embedding", "norm", "^proj_out$")

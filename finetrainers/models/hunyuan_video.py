@@ -118,20 +118,16 @@ class HunyuanVideoSpec(ModelSpec):
     }
     blocks = ("transformer_blocks", "single_transformer_blocks")
     activations: ClassVar = {
-        "lora": Activations(
-            kept=(22.4, 19.4), outside=15.2, checkpointed=1.01, forward=20.0, backward=36.3, between=2.6
-        ),
+        "lora": Activations(kept=(22.4, 19.4), outside=15.2, checkpointed=1.01, forward=20.0, backward=36.3),
         "lora without autocast": Activations(
-            kept=(18.4, 16.2), outside=7.1, checkpointed=1.01, forward=17.4, backward=30.1, between=1.6
+            kept=(18.4, 16.2), outside=7.1, checkpointed=1.01, forward=17.4, backward=30.1
         ),
-        "full-finetune": Activations(
-            kept=(37.5, 32.5), outside=24.8, checkpointed=1.01, forward=30.2, backward=42.6, between=5.3
-        ),
+        "full-finetune": Activations(kept=(37.5, 32.5), outside=24.8, checkpointed=1.01, forward=30.2, backward=42.6),
         "full-finetune without autocast": Activations(
-            kept=(28.4, 26.4), outside=8.9, checkpointed=1.01, forward=18.0, backward=33.0, between=3.7
+            kept=(28.4, 26.4), outside=8.9, checkpointed=1.01, forward=18.0, backward=33.0
         ),
         "full-finetune-bf16": Activations(
-            kept=(35.0, 30.4), outside=12.1, checkpointed=1.01, forward=20.2, backward=40.0, between=5.8
+            kept=(35.0, 30.4), outside=12.1, checkpointed=1.01, forward=20.2, backward=40.0
         ),
     }
     unquantized = ("^x_embedder", "^context_embedder", "^time_text_embed", "norm", "^proj_out$")

@@ -59,20 +59,20 @@ _PIPELINE_NAMES = {
 #: Tensor of an encoded clip, and input of the network: SigLIP's states of the first frame.
 IMAGE_STATES = "image_embeds"
 #: Counted memory of activations of text-to-video and of image-to-video, whose blocks also have the tokens of the image:
-#: for 49x480x832 with all tokens of prompt and glyphs, kept, outside, checkpointed, forward, backward, attention and
-#: between; see `Activations`. Without autocast, the masks of larger batches take more than those of one clip.
-_COUNTED: dict[bool, dict[str, tuple[float, float, float, float, float, float, float]]] = {
+#: for 49x480x832 with all tokens of prompt and glyphs, kept, outside, checkpointed, forward, backward and
+#: attention; see `Activations`. Without autocast, the masks of larger batches take more than those of one clip.
+_COUNTED: dict[bool, dict[str, tuple[float, float, float, float, float, float]]] = {
     False: {
-        "lora": (23.3, 10.0, 1.12, 15.2, 35.1, 1.08, 4.0),
-        "lora without autocast": (18.2, 9.2, 1.06, 13.7, 27.4, 1.08, 2.6),
-        "full-finetune": (39.4, 13.2, 1.12, 20.2, 46.6, 1.08, 7.8),
-        "full-finetune without autocast": (29.8, 6.6, 1.06, 14.5, 34.0, 1.08, 5.4),
+        "lora": (23.3, 10.0, 1.12, 15.2, 35.1, 1.08),
+        "lora without autocast": (18.2, 9.2, 1.06, 13.7, 27.4, 1.08),
+        "full-finetune": (39.4, 13.2, 1.12, 20.2, 46.6, 1.08),
+        "full-finetune without autocast": (29.8, 6.6, 1.06, 14.5, 34.0, 1.08),
     },
     True: {
-        "lora": (23.95, 10.0, 1.19, 15.7, 36.0, 1.115, 4.2),
-        "lora without autocast": (19.3, 9.2, 1.1, 14.0, 28.3, 1.115, 2.6),
-        "full-finetune": (40.7, 13.2, 1.19, 20.9, 48.1, 1.115, 8.1),
-        "full-finetune without autocast": (30.8, 6.6, 1.1, 15.0, 35.1, 1.115, 5.6),
+        "lora": (23.95, 10.0, 1.19, 15.7, 36.0, 1.115),
+        "lora without autocast": (19.3, 9.2, 1.1, 14.0, 28.3, 1.115),
+        "full-finetune": (40.7, 13.2, 1.19, 20.9, 48.1, 1.115),
+        "full-finetune without autocast": (30.8, 6.6, 1.1, 15.0, 35.1, 1.115),
     },
 }
 #: Key in `attention_kwargs` of what the host knows about a call; see `_TextSizes`.

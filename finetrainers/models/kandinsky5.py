@@ -223,20 +223,18 @@ class Kandinsky5Spec(ModelSpec):
     }  # fmt: skip
     #: Counted for 49x512x768 on Lite.
     activations: ClassVar = {
-        "lora": Activations(
-            kept=(28.5,), outside=9.6, checkpointed=1.0, forward=12.5, backward=39.1, attention=2.06, between=2.6
-        ),
+        "lora": Activations(kept=(28.5,), outside=9.6, checkpointed=1.0, forward=12.5, backward=39.1, attention=2.06),
         "lora without autocast": Activations(
-            kept=(24.45,), outside=11.1, checkpointed=1.0, forward=12.4, backward=34.9, attention=2.06, between=3.4
+            kept=(24.45,), outside=11.1, checkpointed=1.0, forward=12.4, backward=34.9, attention=2.06
         ),
         "full-finetune": Activations(
-            kept=(47.3,), outside=13.2, checkpointed=1.0, forward=12.4, backward=52.0, attention=2.06, between=8.0
+            kept=(47.3,), outside=13.2, checkpointed=1.0, forward=12.4, backward=52.0, attention=2.06
         ),
         "full-finetune without autocast": Activations(
-            kept=(47.3,), outside=13.0, checkpointed=1.0, forward=13.4, backward=52.0, attention=2.06, between=7.4
+            kept=(47.3,), outside=13.0, checkpointed=1.0, forward=13.4, backward=52.0, attention=2.06
         ),
         "full-finetune-bf16": Activations(
-            kept=(47.3,), outside=13.0, checkpointed=1.0, forward=13.4, backward=52.0, attention=2.06, between=7.4
+            kept=(47.3,), outside=13.0, checkpointed=1.0, forward=13.4, backward=52.0, attention=2.06
         ),
     }
     attention_processor = Kandinsky5AttnProcessor

@@ -42,21 +42,21 @@ _TEXT_TOKENS = 1024
 #: The network's timestep of process time sigma: `num_train_timesteps` of the published schedulers.
 _TIMESTEPS = 1000.0
 #: Counted memory of activations of 2.0 and of 2.3, whose text and gates take more, with a time per token, 121x512x768,
-#: and LoRAs of rank 64; see `Activations`: kept, outside, checkpointed, forward, backward, between.
-_COUNTED: dict[str, dict[str, tuple[float, float, float, float, float, float]]] = {
+#: and LoRAs of rank 64; see `Activations`: kept, outside, checkpointed, forward, backward.
+_COUNTED: dict[str, dict[str, tuple[float, float, float, float, float]]] = {
     "LTX-2.0": {
-        "lora": (42.2, 17.6, 1.0, 29.7, 60.8, 12.6),
-        "lora without autocast": (37.8, 13.6, 1.0, 29.6, 56.5, 11.6),
-        "lora-bf16": (39.8, 17.6, 1.0, 30.1, 58.4, 12.6),
-        "full-finetune": (64.0, 28.3, 2.0, 41.0, 89.6, 19.7),
-        "full-finetune without autocast": (53.0, 21.0, 1.0, 33.0, 76.8, 18.1),
+        "lora": (42.2, 17.6, 1.0, 29.7, 60.8),
+        "lora without autocast": (37.8, 13.6, 1.0, 29.6, 56.5),
+        "lora-bf16": (39.8, 17.6, 1.0, 30.1, 58.4),
+        "full-finetune": (64.0, 28.3, 2.0, 41.0, 89.6),
+        "full-finetune without autocast": (53.0, 21.0, 1.0, 33.0, 76.8),
     },
     "LTX-2.3": {
-        "lora": (50.2, 18.3, 1.0, 35.5, 71.7, 15.3),
-        "lora without autocast": (44.0, 16.3, 1.0, 35.5, 65.4, 14.3),
-        "lora-bf16": (48.0, 18.3, 1.0, 36.0, 69.3, 15.3),
-        "full-finetune": (81.4, 30.7, 2.0, 51.0, 111.9, 22.7),
-        "full-finetune without autocast": (61.2, 23.4, 1.0, 38.6, 89.4, 20.4),
+        "lora": (50.2, 18.3, 1.0, 35.5, 71.7),
+        "lora without autocast": (44.0, 16.3, 1.0, 35.5, 65.4),
+        "lora-bf16": (48.0, 18.3, 1.0, 36.0, 69.3),
+        "full-finetune": (81.4, 30.7, 2.0, 51.0, 111.9),
+        "full-finetune without autocast": (61.2, 23.4, 1.0, 38.6, 89.4),
     },
 }
 for _counts in _COUNTED.values():
@@ -160,8 +160,8 @@ class LTX2Spec(LTXVideoSpec):
     def activations(self) -> dict[str, Activations]:  # type: ignore[override]
         """Memory of activations of the checkpoint's version."""
         return {
-            kind: Activations((block,), outside, checkpointed, forward, backward, attention=2.03, between=between)
-            for kind, (block, outside, checkpointed, forward, backward, between) in _COUNTED[
+            kind: Activations((block,), outside, checkpointed, forward, backward, attention=2.03)
+            for kind, (block, outside, checkpointed, forward, backward) in _COUNTED[
                 self.facts.version or "LTX-2.0"
             ].items()
         }

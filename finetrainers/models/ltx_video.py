@@ -82,23 +82,21 @@ class LTXVideoSpec(ModelSpec):
     attention_processor = LTXAttnProcessor
     token_plan = SequenceParallelPlan(inputs={"hidden_states": 1, "timestep": 1}, outputs={"rope": 1})
     activations: ClassVar = {
-        "lora": Activations(
-            kept=(28.5,), outside=10.2, checkpointed=1.0, forward=18.7, backward=41.4, attention=2.06, between=6.2
-        ),
+        "lora": Activations(kept=(28.5,), outside=10.2, checkpointed=1.0, forward=18.7, backward=41.4, attention=2.06),
         "lora without autocast": Activations(
-            kept=(24.5,), outside=9.4, checkpointed=1.0, forward=13.0, backward=37.4, attention=2.06, between=5.2
+            kept=(24.5,), outside=9.4, checkpointed=1.0, forward=13.0, backward=37.4, attention=2.06
         ),
         "full-finetune": Activations(
-            kept=(43.2,), outside=14.9, checkpointed=2.0, forward=16.5, backward=49.7, attention=2.06, between=6.8
+            kept=(43.2,), outside=14.9, checkpointed=2.0, forward=16.5, backward=49.7, attention=2.06
         ),
         "lora-bf16": Activations(
-            kept=(26.5,), outside=10.8, checkpointed=1.0, forward=18.7, backward=39.2, attention=2.06, between=6.2
+            kept=(26.5,), outside=10.8, checkpointed=1.0, forward=18.7, backward=39.2, attention=2.06
         ),
         "full-finetune without autocast": Activations(
-            kept=(39.4,), outside=11.0, checkpointed=1.0, forward=15.8, backward=46.0, attention=2.06, between=7.4
+            kept=(39.4,), outside=11.0, checkpointed=1.0, forward=15.8, backward=46.0, attention=2.06
         ),
         "full-finetune-bf16": Activations(
-            kept=(41.4,), outside=15.0, checkpointed=1.0, forward=18.8, backward=45.0, attention=2.06, between=9.4
+            kept=(41.4,), outside=15.0, checkpointed=1.0, forward=18.8, backward=45.0, attention=2.06
         ),
     }
     unquantized: tuple[str, ...] = ("^proj_in$", "^time_embed", "^caption_projection", "norm", "^proj_out$")

@@ -115,20 +115,18 @@ class MochiSpec(ModelSpec):
         outputs={"rope": 0}, entries={"transformer_blocks.0": 1}, unsplit=("patch_embed",)
     )
     activations: ClassVar = {
-        "lora": Activations(
-            kept=(30.4,), outside=11.0, checkpointed=1.0, forward=11.8, backward=39.3, attention=1.04, between=4.2
-        ),
+        "lora": Activations(kept=(30.4,), outside=11.0, checkpointed=1.0, forward=11.8, backward=39.3, attention=1.04),
         "lora without autocast": Activations(
-            kept=(27.4,), outside=11.0, checkpointed=1.0, forward=12.7, backward=37.3, attention=1.04, between=3.2
+            kept=(27.4,), outside=11.0, checkpointed=1.0, forward=12.7, backward=37.3, attention=1.04
         ),
         "full-finetune": Activations(
-            kept=(47.3,), outside=13.2, checkpointed=1.0, forward=10.2, backward=52.1, attention=1.04, between=8.3
+            kept=(47.3,), outside=13.2, checkpointed=1.0, forward=10.2, backward=52.1, attention=1.04
         ),
         "full-finetune without autocast": Activations(
-            kept=(46.9,), outside=12.2, checkpointed=1.0, forward=10.6, backward=53.7, attention=1.04, between=6.2
+            kept=(46.9,), outside=12.2, checkpointed=1.0, forward=10.6, backward=53.7, attention=1.04
         ),
         "full-finetune-bf16": Activations(
-            kept=(46.9,), outside=13.2, checkpointed=1.0, forward=8.7, backward=51.8, attention=1.04, between=8.2
+            kept=(46.9,), outside=13.2, checkpointed=1.0, forward=8.7, backward=51.8, attention=1.04
         ),
     }
     unquantized = ("^patch_embed", "^time_embed", "norm", "^proj_out$")

@@ -49,19 +49,19 @@ IMAGE_STATES = "image_embeds"
 _COUNTED: dict[str, dict[str, tuple[float, float, float, float]]] = {
     "lora": {
         "kept": (24.15, 1.06, 16.1, 2.0), "outside": (7.4, 0.7, 4.2, 0.0), "forward": (7.7, 1.35, 18.4, 1.0),
-        "backward": (31.6, 2.09, 21.3, 2.1), "between": (1.8, 0.18, 7.2, 0.0),
+        "backward": (31.6, 2.09, 21.3, 2.1),
     },
     "lora without autocast": {
         "kept": (20.1, 1.06, 16.1, 2.0), "outside": (7.3, 0.72, 4.2, 0.0), "forward": (5.9, 1.65, 18.6, 1.0),
-        "backward": (27.6, 2.09, 21.3, 2.1), "between": (1.8, 0.18, 7.2, 0.0),
+        "backward": (27.6, 2.09, 21.3, 2.1),
     },
     "full-finetune": {
         "kept": (36.2, 2.0, 16.1, 2.0), "outside": (9.8, 0.2, 16.2, 0.0), "forward": (6.2, 1.55, 21.8, 1.0),
-        "backward": (45.0, 2.2, 36.0, 2.1), "between": (4.8, 0.2, 11.4, 0.0),
+        "backward": (45.0, 2.2, 36.0, 2.1),
     },
     "full-finetune without autocast": {
         "kept": (34.2, 2.0, 16.1, 2.0), "outside": (9.8, 0.2, 12.3, 0.0), "forward": (5.9, 1.65, 21.7, 1.0),
-        "backward": (41.0, 2.2, 33.5, 2.1), "between": (4.8, 0.2, 11.4, 0.0),
+        "backward": (41.0, 2.2, 33.5, 2.1),
     },
 }  # fmt: skip
 _COUNTED["full-finetune-bf16"] = _COUNTED["full-finetune without autocast"]
