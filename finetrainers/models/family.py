@@ -115,28 +115,32 @@ class Family:
             return len([family for family in families().values() if family.transformer == self.transformer]) == 1
         return True
 
-    def problems(self, config: ModelSection, *, weights: bool = True, device_type: str | None = None) -> list[Problem]:
+    def problems(
+        self, config: ModelSection, *, weights: bool = True, device_type: str | None = None, rewarded: bool = False
+    ) -> list[Problem]:
         """Return all problems of the configured checkpoint that files on disk show without being loaded.
 
         Args:
             config: names the checkpoint.
             weights: whether weight files are examined too.
             device_type: where the checkpoint will be used, or None for this machine.
+            rewarded: whether it is trained on clips that it samples itself, so that it may be distilled to few steps.
         """
         parts = self.facts.parts
         with contextlib.suppress(ValueError):  # which is one of the problems
             parts = self.facts_of(config).parts
         problems = file_problems(config, parts, weights=weights, device_type=device_type)
         # Files that cannot be read do not show the family.
-        return problems or list(self._mismatches(config))
+        return problems or list(self._mismatches(config, rewarded=rewarded))
 
-    def _mismatches(self, config: ModelSection) -> Iterator[Problem]:
+    def _mismatches(self, config: ModelSection, *, rewarded: bool = False) -> Iterator[Problem]:
         """Yield the reasons why this family cannot train the checkpoint, each with the remedy."""
         configs = read_configs(config, self.facts.parts)
         trained = trained_part(config)
         source = config.transformer_id or config.pretrained_model_name_or_path
         vae, transformer = (configs.get(part, {}) for part in ("vae", trained))
-        if (similar_model := _named_lookalike(config, configs, source)) is not None:
+        similar_model = _named_lookalike(config, configs, source)
+        if similar_model is not None and not (rewarded and similar_model.can_be_rewarded):
             message = f"{source} is {similar_model.description}"
             yield Problem(source_option(config, trained), message, "unsupported")
             return

@@ -15,6 +15,8 @@ from finetrainers.utils.reading import parse_json_object
 
 _IMAGES = "it makes images, and all families here make videos; use a trainer of image models"
 _BASE = "training would undo the distillation; train the model that it was distilled from"
+#: Reward finetuning trains on clips that the checkpoint samples in its few steps.
+_REWARDED = ", or finetune it with rewards, which trains in its few steps"
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Lookalike:
         names: expression for the beginning of a name of the model, in plain letters and digits.
         ids: expression searched in their Hub ids and names of files, in plain letters and digits, where classes do not
             tell.
+        can_be_rewarded: whether methods that train on a checkpoint's own samples can train it.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Lookalike:
     classes: tuple[str, ...] = ()
     names: str = ""
     ids: str = ""
+    can_be_rewarded: bool = False
 
     @property
     def description(self) -> str:
@@ -78,7 +82,12 @@ LOOKALIKES = (
     Lookalike("LTX-2.5", "train LTX-2 or LTX-2.3; its text encoder and decoder are others", names="ltx(v|video)?25"),
     Lookalike(
         "a distilled LTX-2", "training would undo the distillation; train Lightricks/LTX-2 or "
-        "diffusers/LTX-2.3-Diffusers", ids="ltx2.*(?<!un)distilled",
+        f"diffusers/LTX-2.3-Diffusers{_REWARDED}", ids="ltx2.*(?<!un)distilled", can_be_rewarded=True,
+    ),
+    Lookalike(
+        "a distilled LTX-Video", f"training would undo the distillation; train Lightricks/LTX-Video-0.9.7-dev"
+        f"{_REWARDED}",
+        ids="ltxvideo09.*(?<!un)distilled", can_be_rewarded=True,
     ),
     Lookalike(
         "a distilled HunyuanVideo-1.5", "training would undo the distillation; train "
@@ -151,7 +160,7 @@ def file_lookalike(metadata: Mapping[str, str]) -> Lookalike | None:
     """Return the kind that the metadata of a weight file shows: Lightricks states the steps of distilled networks."""
     with contextlib.suppress(ValueError):
         if parse_json_object(metadata.get("config", "{}"), "config").get("allowed_inference_steps"):
-            return Lookalike("distilled to few steps", _BASE)
+            return Lookalike("distilled to few steps", _BASE + _REWARDED, can_be_rewarded=True)
     return None
 
 

@@ -18,7 +18,7 @@ from finetrainers.config.checks.options import check_config, check_shared_sizes,
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
-from finetrainers.config.methods import METHODS
+from finetrainers.config.methods import METHODS, trait
 from finetrainers.config.prompts import MEDIA_OPTIONS, ValidationPrompt, parse_eval_prompts, parse_validation_prompts
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sections import AUTO, ValidationSection
@@ -191,7 +191,12 @@ def _find_facts(
     check_paths(config, findings)
     has_path_problem = _has_problem(findings, MODEL_OPTIONS)
     device = target_device(config).type
-    problems = [] if has_path_problem else family.problems(config.model, weights=weights, device_type=device)
+    rewarded = bool(trait(config.training.method, "samples"))
+    problems = (
+        []
+        if has_path_problem
+        else family.problems(config.model, weights=weights, device_type=device, rewarded=rewarded)
+    )
     findings.errors += attribute_to_option(problems, initial)
     readable = not has_path_problem and not problems
     return family.facts_of(config.model) if readable else family.facts, readable

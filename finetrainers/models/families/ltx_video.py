@@ -47,7 +47,7 @@ FAMILY = Family(
     name="ltx_video", spec="finetrainers.models.ltx_video:LTXVideoSpec", read=read,
     transformer="LTXVideoTransformer3DModel", vae="AutoencoderKLLTXVideo",
     pipelines=("LTXPipeline", "LTXImageToVideoPipeline", "LTXConditionPipeline"),
-    published=("Lightricks/LTX-Video",),
+    published=("Lightricks/LTX-Video", "Lightricks/LTX-Video-0.9.7-dev"),
     starters={"Lightricks/LTX-Video": 2},
     tiny="finetrainers.models.tiny:build_ltx_video",
 )  # fmt: skip
