@@ -12,11 +12,14 @@ from .option import option
 from .rewards import Reward
 from .values import ROUNDING, Fractions, VideoBucket, parse_numbers, range_between
 
-PresetName = Literal["dancegrpo", "flow-grpo", "flow-grpo-fast", "mixgrpo", "nft", "awm", "flash"]
+PresetName = Literal[
+    "few-steps", "nft-few-steps", "dancegrpo", "flow-grpo", "flow-grpo-fast", "mixgrpo", "nft", "awm", "flash"
+]
 Kernel = Literal["flow", "dance", "cps", "ddim", "ode"]
 MatchingLoss = Literal["uniform", "t", "t2", "ghuber"]
 
 _NotNegative = Annotated[float, Field(ge=0)]
+_Sigma = Annotated[float, Field(gt=0, le=1)]
 
 
 # fmt: off
@@ -32,8 +35,8 @@ class GRPOSection(Section):
     reward: list[Reward] = option([], "Rewards that score the clips, as `NAME[=WEIGHT][,option=value...]`. NAME is a "
         "registered reward, one of its heads (`videoalign.vq`), `module:function` or `http://host:port`; weight 0 "
         "only logs.", resume="same")
-    grpo_preset: PresetName | None = option(None, "Published settings for all options that are not set.", resume="free",
-        readers="compares")
+    grpo_preset: PresetName | None = option(None, "Published or fast settings for all options that are not set.",
+        resume="free", readers="compares")
 
     rollout_size: VideoBucket | None = option(None, "Size of sampled clips, FxHxW: frames x height x width in pixels.",
         resume="same")
@@ -49,6 +52,9 @@ class GRPOSection(Section):
         "well; 1 skips none.", resume="free", readers="compares", gt=0, le=1)
     sampling_steps: int = option(10, "Denoising steps of a rollout; fewer than for final samples are enough to "
         "compare clips. The last step is never trained, except by `refl`.", resume="same", ge=2, le=10_000)
+    sampling_sigmas: list[_Sigma] = option([], "Noise levels at which a rollout's denoising steps begin, descending "
+        "from 1, such as those that a checkpoint was distilled at (flow matching). The default is the checkpoint's "
+        "schedule.", resume="same")
     sampler: Kernel | None = option(None, "Noise of the sampler's steps: `flow` (Flow-GRPO), `dance` (DanceGRPO), "
         "`cps` (coefficients preserving), `ddim`, or `ode` (none). The default is `ode` for noised clips, `flow` for "
         "flow matching, else `ddim`.", resume="same", readers="compares")

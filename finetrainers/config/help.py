@@ -16,6 +16,7 @@ from finetrainers.utils.reading import read_text
 from .errors import ConfigError, Problem
 from .methods import METHODS
 from .names import INSTEAD, SAME, other_names, suggest_option
+from .presets import budget_text
 from .root import TrainConfig, fields, has_table, readers, sections
 from .shape import choices, is_list, is_switch, kind, value_text
 
@@ -137,6 +138,8 @@ def help_text(prog: str, word: str | None, *, guide: Guide = TRAIN) -> str:
         if not groups and not parser.description:
             nothing = f"unknown option or section {name!r}; sections: {' '.join(names_by_section)}"
             raise ConfigError([Problem("--help", nothing, "unknown")], of="this command")
+    if name in ("preset", "grpo_preset"):
+        parser.epilog = budget_text(shutil.get_terminal_size().columns - 2)
     for title, names in groups.items():
         description = TrainConfig.model_fields[title].description if word is not None else None
         group = parser.add_argument_group(title, _wrapped(description) if description else None)

@@ -1,4 +1,4 @@
-"""Published settings of reward finetuning by name: the value of each option in a paper's code, and where it is.
+"""Settings of reward finetuning by name: fast ones, and those of papers' code, with the source of each value.
 
 A preset sets options that the user does not set. It has settings that apply to any model; sizes, noise shift and
 guidance belong to a checkpoint, and are listed with the rest that is not set.
@@ -23,16 +23,19 @@ Settings = Mapping[str, tuple[Any, str]]
 
 @dataclass(frozen=True)
 class Preset:
-    """Settings of one publication.
+    """Settings of one publication, or measured ones.
 
     Attributes:
         title: name of the method.
         method: the `--method` whose settings these are; the default one of reward finetuning gives way to it.
-        reference: paper and code.
+        reference: paper and code, or the benchmark.
         settings: option to value, whatever is trained.
         lora: further ones for `--training_type lora`, if published.
         full: further ones for `--training_type full-finetune`, if published.
         omitted_settings: further published settings or differences, and the reason why they are not here.
+        budget: GPUs that it is for, if measured.
+        speed: how many times sooner it reaches a score than the baseline of `benchmarks/results/grpo_cpu.md`, in passes
+            of the network and in CPU seconds, or empty.
     """
 
     title: str
@@ -42,6 +45,8 @@ class Preset:
     lora: Settings = field(default_factory=dict)
     full: Settings = field(default_factory=dict)
     omitted_settings: tuple[str, ...] = ()
+    budget: str = ""
+    speed: str = ""
 
     def options(self, training_type: str) -> dict[str, Any]:
         """Return option to value, for LoRA or full finetuning."""
@@ -115,6 +120,43 @@ def preset_tables() -> str:
     return "\n".join(lines)
 
 
+def budget_rows() -> list[tuple[str, str, str, str]]:
+    """Return budget, settings, clips per rollout and speed (see `Preset.speed`) of the ways to finetune on rewards."""
+    clips = {
+        name: option["prompts_per_step"] * option["num_generations"]
+        for name, preset in PRESETS.items()
+        for option in [preset.options("lora")]
+    }
+    published = [name for name, preset in PRESETS.items() if not preset.speed]
+    several = [clips[name] for name in published]
+    return [
+        *(
+            (preset.budget, f"`--grpo_preset {name}`", str(clips[name]), preset.speed)
+            for name, preset in PRESETS.items()
+            if preset.speed
+        ),
+        ("one GPU, with rollouts of 10 steps", "no preset", "32", "2.7, 2.5"),
+        ("one GPU, and a reward with a gradient", "`--method refl --num_generations 1`", "8", "20.0, 15.8"),
+        ("several GPUs", f"as published: {', '.join(f'`{name}`' for name in published)}",
+         f"{min(several)} to {max(several)}", "-"),
+    ]  # fmt: skip
+
+
+def budget_table() -> str:
+    """Return `budget_rows` as a Markdown table."""
+    head = "| budget | settings | clips per rollout | times as fast: passes, CPU s |\n|---|---|---|---|"
+    return "\n".join([head, *(f"| {' | '.join(row)} |" for row in budget_rows())])
+
+
+def budget_text(width: int) -> str:
+    """Return `budget_rows` as text for a terminal."""
+    lines = ["presets by budget, clips per rollout, and times as fast (passes, CPU s):"]
+    for budget, settings, clips, speed in budget_rows():
+        text = f"{settings.replace('`', '')}: {budget}; {clips} clips; {speed}".removesuffix("; -")
+        lines.append(fill(text, width, initial_indent="  ", subsequent_indent="      "))
+    return "\n".join([*lines, "docs/how-to/grpo.md says how this was measured."])
+
+
 def _from(source: str, **values: Any) -> dict[str, tuple[Any, str]]:
     """Return several settings of one source."""
     return {name: (value, source) for name, value in values.items()}
@@ -141,7 +183,36 @@ _FLOW_SHARED = {
 }
 _FLOW_LORA = {**_from(_FLOW_BASE, lr=3e-4), **_from(_FLOW_CODE, rank=32, lora_alpha=64)}
 
+_MEASURED = "measured by `benchmarks/grpo.py`"
+#: Settings of both fast presets.
+_SMALL = _from(_MEASURED, num_generations=8, prompts_per_step=4, updates_per_rollout=1)
 PRESETS: dict[str, Preset] = {
+    "few-steps": Preset(
+        title="One trained step of four",
+        reference="benchmarks/results/grpo_cpu.md",
+        budget="one GPU",
+        speed="11.8, 7.5",
+        settings={
+            **_SMALL,
+            **_from(_MEASURED, sampling_steps=4, window_size=1, window_range=[0.0, 0.5], window_strategy="random",
+                    init_same_noise=True),
+        },
+        omitted_settings=(
+            "of the checkpoint: the learning rate, and `shift`, as fewer steps may need more of it;",
+            "only the demo model was measured. Large models need 6 steps or more, unless they are distilled.",
+        ),
+    ),
+    "nft-few-steps": Preset(
+        title="DiffusionNFT with six denoising steps and two noise levels",
+        reference="arXiv:2509.16117, benchmarks/results/grpo_cpu.md",
+        method="nft",
+        budget="one GPU, sampling without noise",
+        speed="6.4, 6.3",
+        settings={
+            **_SMALL, **_from(_MEASURED, sampling_steps=6, noise_levels=2, init_same_noise=False, nft_kl=0.0)
+        },
+        omitted_settings=("the same as of `few-steps`.",),
+    ),
     "dancegrpo": Preset(
         title="DanceGRPO",
         reference="arXiv:2505.07818, github.com/XueZeyue/DanceGRPO",

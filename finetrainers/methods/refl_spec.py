@@ -43,11 +43,11 @@ class DifferentiableRewards(RewardFinetuning):
         return [Problem("--reward", f"{reason}", "unsupported") for reason in reasons if reason is not None]
 
     def check(self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> None:
+        from .grpo.rollout.tables import rollout_times
+
         super().check(plan, config, spec=spec)
         section = config.grpo
-        times = spec.sampling_times(
-            spec.load_scheduler(), section.sampling_steps, num_tokens=plan.num_tokens, shift=section.shift
-        )
+        times = rollout_times(section, spec, spec.load_scheduler(), num_tokens=plan.num_tokens)
         steps = config.refl.gradient_steps(section.sampling_steps)
         others = [step + 1 for step in steps if not spec.facts.trains_at(float(times[step]))]
         if others:

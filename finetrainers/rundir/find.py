@@ -198,7 +198,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     expect(state["guards"].get("data_ahead"), int, f"{checkpoint}: data_ahead of its state")
     table = state["critical"].get("data_table")
     if not fits(table, (type(None), [[str]])) or len({len(row) for row in table or ()}) > 1:
-        raise InputError(f"{checkpoint}: expected rows of texts as critical.data_table of its state")
+        raise InputError(f"{checkpoint}: expected rows of strings as critical.data_table of its state")
     if state.setdefault("initial", None) is not None:
         initial = expect(state["initial"], dict, f"{checkpoint}: initial of its state")
         for name in ("given", "kind"):

@@ -107,6 +107,7 @@ def test_all_options_are_a_word_away(capsys):
         ("memory", None, "--gradient_checkpointing"),
         ("vram", ["memory_budget", "gradient_checkpointing", "quantize_frozen", "blocks_to_swap"], "memory.md"),
         ("activation_memory", ["activation_memory"], "offload, auto."),
+        ("preset", None, "--grpo_preset few-steps: one GPU; 32 clips;"),
     ],
 )
 @pytest.mark.usefixtures("narrow")

@@ -55,6 +55,7 @@ def test_what_a_resumed_run_must_keep_is_what_it_always_was():
     assert critical_options("grpo") == {
         **dict.fromkeys((
             "reward", "rollout_size", "num_generations", "best_of_n", "updates_per_rollout", "sampling_steps",
+            "sampling_sigmas",
             "sampler", "eta", "shift", "rollout_guidance", "rollout_cfg", "init_same_noise", "window_size",
             "window_range",
             "window_strategy", "window_per_prompt", "window_every", "window_stride", "timestep_fraction",

@@ -24,7 +24,7 @@ from finetrainers.config.document import configuration_page
 from finetrainers.config.flags import flat_flag, parse_flags, read_flags
 from finetrainers.config.given import RawOptions
 from finetrainers.config.load import load_config
-from finetrainers.config.presets import preset_tables
+from finetrainers.config.presets import budget_table, preset_tables
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sections import AUTO, DataSection
 from finetrainers.config.stages import read_stages
@@ -261,6 +261,8 @@ def test_preset_tables_are_up_to_date() -> None:
     page = (DOCS / "reference" / "grpo-presets.md").read_text(encoding="utf-8")
     shown = page.partition("preset_tables -->")[2].partition("<!-- end of presets -->")[0]
     assert shown.strip() == preset_tables().strip()
+    how_to = (DOCS / "how-to" / "grpo.md").read_text(encoding="utf-8")
+    assert how_to.partition("budget_table -->")[2].partition("<!-- end of budgets -->")[0].strip() == budget_table()
 
 
 def test_option_page_is_complete() -> None:

@@ -12,7 +12,7 @@ from snippets import PAGES, ROOT, page_id
 
 MAX_LINES, MAX_COLUMNS = 300, 120
 #: Printed by `finetrainers docs`: one row per option, to be searched and not read.
-GENERATED = {"docs/reference/configuration.md"}
+GENERATED = {"docs/reference/configuration.md", "docs/reference/grpo-presets.md"}
 #: A list of changes by version, which is only added to.
 LOGS = {"CHANGELOG.md"}
 #: Presets name files of the publications' code, two rows of models.md those of other versions and programs.

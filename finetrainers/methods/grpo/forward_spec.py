@@ -29,11 +29,11 @@ class NoisedClips(RewardFinetuning):
         yield from check_noised_clips(config.grpo)
 
     def check(self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> None:
+        from .rollout.tables import rollout_times
+
         super().check(plan, config, spec=spec)
         section, steps = config.grpo, config.grpo.sampling_steps
-        times = spec.sampling_times(
-            spec.load_scheduler(), steps, num_tokens=plan.num_tokens, shift=section.shift
-        ).tolist()
+        times = rollout_times(section, spec, spec.load_scheduler(), num_tokens=plan.num_tokens).tolist()
         if not any(
             spec.facts.trains_at(times[step]) for step in range_between(section.noise_level_range, steps, steps)
         ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from finetrainers.config.checks.findings import Finding
 from finetrainers.config.checks.options import check_rewards
@@ -48,6 +49,7 @@ def check_rollouts(config: TrainConfig, facts: Facts, *, world_size: int, copies
     """
     section = config.grpo
     yield from _check_inputs(section, facts.geometry)
+    yield from _check_sigmas(section, is_flow=facts.is_flow)
     yield from check_rewards("reward", section.reward)
     yield from check_rewards("eval_reward", config.validation.eval_reward)
     compares = trait(config.training.method, "compares")
@@ -98,6 +100,21 @@ def _check_inputs(section: GRPOSection, geometry: Geometry) -> Iterator[Finding]
         return
     for problem in geometry.problems(*section.rollout_size):
         yield "rollout_size", f"{'x'.join(map(str, section.rollout_size))}: {problem}"
+
+
+def _check_sigmas(section: GRPOSection, *, is_flow: bool) -> Iterator[Finding]:
+    """Check the noise levels of a rollout that are given."""
+    sigmas, steps = section.sampling_sigmas, section.sampling_steps
+    if not sigmas:
+        return
+    if not is_flow:
+        yield "sampling_sigmas", "is supported for flow matching only; use --sampling_steps", "unsupported"
+    if any(after >= before for before, after in pairwise(sigmas)):
+        yield "sampling_sigmas", f"must descend, got {' '.join(f'{sigma:g}' for sigma in sigmas)}"
+    if len(sigmas) != steps:
+        yield "sampling_sigmas", f"holds {len(sigmas)}, and --sampling_steps is {steps}; use equal numbers", "conflict"
+    if section.shift is not None:
+        yield "sampling_sigmas", "are not shifted; remove --shift", "conflict"
 
 
 def _check_groups(section: GRPOSection) -> Iterator[Finding]:

@@ -26,6 +26,17 @@ def grpo(*process: Any, **options: Any) -> GRPO:
     return make_grpo(*process, **{"clip_range": 1e-3, **options})
 
 
+def test_given_noise_levels_replace_the_schedule() -> None:
+    plain = grpo(flow).sampler.times
+    sampled = []
+    for options in ({}, {"sampling_sigmas": plain.tolist()}, {"sampling_sigmas": [1.0, *plain[1:].mul(0.9).tolist()]}):
+        model = network()
+        method = grpo(flow, sampling_steps=len(plain), **options)
+        sampled.append(method.collect(model, 0).replays[0].after)
+    assert torch.equal(sampled[0], sampled[1])
+    assert not torch.allclose(sampled[0], sampled[2], atol=1e-3)
+
+
 def first_update(method: GRPO, model: nn.Module) -> list[Transition]:
     return list(next(method.steps(0, model)))
 

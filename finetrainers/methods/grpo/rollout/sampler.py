@@ -19,7 +19,7 @@ from finetrainers.utils.device import to_device
 
 from ..prompts.prompts import RolloutSample
 from ..prompts.source import PromptSource
-from .tables import StepTables
+from .tables import StepTables, rollout_times
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,7 @@ class Sampler:
         assert size is not None, "checked before anything is loaded"
         network: Any = parts.network
         self.spec, self.process = parts.spec, parts.process
-        self.times = parts.spec.sampling_times(
-            parts.scheduler, section.sampling_steps, num_tokens=geometry.num_tokens(*size), shift=section.shift
-        )
+        self.times = rollout_times(section, parts.spec, parts.scheduler, num_tokens=geometry.num_tokens(*size))
         self.tables = StepTables(parts.config, parts.process, self.times, parts.spec.facts)
         frames, height, width = geometry.denoised_shape(*size)
         self.shape = (parts.spec.latent_channels(network), frames - parts.source.start_frames, height, width)

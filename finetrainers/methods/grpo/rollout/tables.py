@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
-from finetrainers.config.grpo import kernel
+from finetrainers.config.grpo import GRPOSection, kernel
 from finetrainers.config.methods import trait
 from finetrainers.config.root import TrainConfig
 from finetrainers.diffusion.policy import Transitions, levels, only, step_lengths, transitions
@@ -74,6 +76,17 @@ class StepTables:
         return () if self.windows is None else self.windows.trained(rollout, slot)
 
 
+def rollout_times(section: GRPOSection, spec: ModelSpec, scheduler: Any, *, num_tokens: int) -> Tensor:
+    """Return the process times of a rollout's steps, `[S]`: `--sampling_sigmas`, or the checkpoint's schedule.
+
+    Raises:
+        ValueError: a shift for a process that has none.
+    """
+    if section.sampling_sigmas:
+        return torch.tensor(section.sampling_sigmas)
+    return spec.sampling_times(scheduler, section.sampling_steps, num_tokens=num_tokens, shift=section.shift)
+
+
 def check_noise(plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> None:
     """Check the configured sampler against the checkpoint's scheduler, reading only its small file.
 
@@ -82,7 +95,7 @@ def check_noise(plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> No
     """
     section, scheduler = config.grpo, spec.load_scheduler()
     try:
-        times = spec.sampling_times(scheduler, section.sampling_steps, num_tokens=plan.num_tokens, shift=section.shift)
+        times = rollout_times(section, spec, scheduler, num_tokens=plan.num_tokens)
         StepTables(config, spec.process(scheduler), times, spec.facts)
     except ValueError as error:
         message = f"is not supported by the checkpoint's scheduler: {error}"
