@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from finetrainers.utils.addresses import same_name
 from finetrainers.utils.registry import Registry
 
 from .base import Section
@@ -69,8 +68,6 @@ def _describe(value: Any) -> str:
     return f"an object of type {type(value).__name__}" if not isinstance(value, type) else f"the class {value.__name__}"
 
 
-def _is_same(first: TrainingMethod, second: TrainingMethod) -> bool:
-    return same_name(first.method, second.method)
-
-
-METHODS: Registry[TrainingMethod] = Registry("method", "methods", problem=_problem, is_same=_is_same)
+METHODS: Registry[TrainingMethod] = Registry(
+    "method", "methods", problem=_problem, origins=lambda method: (method.method,)
+)

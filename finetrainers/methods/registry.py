@@ -27,8 +27,8 @@ def register_method(
     """Make a method available as `--method name`; classes may be given as addresses `module:attribute`.
 
     Args:
-        name: name of the method in options. A class of the same module and name may be registered again, as notebook
-            cells do.
+        name: name of the method in options. A class that is defined in the same module replaces that of the name, as
+            notebook cells are edited and run again.
         method: the class, which is called with `MethodParts`.
         spec: the subclass of `MethodSpec`, in a module that imports no torch; default: that of training on clips.
         options: its table of options; see `TrainingMethod`.

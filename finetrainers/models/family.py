@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Configs, Facts, Read
 from finetrainers.config.sections import ModelSection
-from finetrainers.utils.addresses import resolve, same_name
+from finetrainers.utils.addresses import resolve
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.packaged import model_path
 from finetrainers.utils.registry import Registry
@@ -281,12 +281,13 @@ FAMILIES: Registry[Family] = Registry(
     "model family",
     "families",
     problem=_problem,
-    is_same=lambda first, second: first.spec == second.spec and same_name(first.read, second.read),
+    origins=lambda family: (family.spec, family.read),
 )
 
 
 def register_model(family: Family) -> None:
-    """Make a family available to `--model_name`; the same one may be registered again, as notebook cells do.
+    """Make a family available to `--model_name`; one with the same spec, read by the same module,
+    replaces that of its name, as notebook cells are edited and run again.
 
     Raises:
         ValueError: the name is taken.

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 from refusals import refused_options
 
 from finetrainers.config.document import configuration_page, json_schema
@@ -32,6 +33,26 @@ def test_precedence_is_defaults_file_flags(tmp_path):
     )
     config, _ = parse_flags(["--config", str(file), "--rank", "4"])
     assert (config.training.rank, config.optimizer.lr, config.training.lora_alpha) == (4, 3e-4, 64)
+
+
+def test_a_configuration_or_a_dictionary_is_a_source_like_a_file():
+    config = load_config(
+        {"model": {"pretrained_model_name_or_path": "repo"}, "data_root": Path("clips")}, method="grpo", lr=3e-4,
+        transformer_id=Path("dit"), vae_dtype=torch.float16, profile_steps="3:5",
+        reward=[{"name": "videoalign.vq", "options": {"path": Path("a"), "device": torch.device("cuda:1"), "n": 2}}],
+    )  # fmt: skip
+    assert (config.model.transformer_id, config.model.vae_dtype) == ("dit", "fp16")
+    assert config.grpo.reward[0].options == {"path": "a", "device": "cuda:1", "n": "2"}
+    run = config.with_chosen({"rank": 8, "train_steps": 70}, "family")  # as that of a result
+    changed = load_config(run, rank=16)
+    assert (changed.training.rank, changed.training.train_steps, dict(changed.chosen)) == (
+        16, 70, {"train_steps": "family"},
+    )  # fmt: skip
+    assert load_config(config) == config
+    assert load_config(run).chosen == run.chosen
+    assert not load_config(config).is_given("rank")
+    with refused_options(("rnk", "unknown"), ("lr", "invalid")):
+        load_config(config, rnk=8, lr="much")
 
 
 @pytest.mark.parametrize(
