@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import tomli_w
 from pydantic import SecretStr, ValidationError
@@ -31,6 +31,11 @@ from .names import DEPENDENT, INSTEAD, SAME, VALUES, translate_dependent, transl
 from .presets import fill_preset
 from .root import OWN_TABLES, TrainConfig, belongs, fields, flat_name, former_names, has_table, sections, split_name
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .options import Options
+
 #: Lines of a TOML file: a part of a key, the header of a table, and a key with its value.
 _PART = r"""[\w-]+|"[^"]*"|'[^']*'"""
 _PATH = rf"(?:{_PART})(?:\s*\.\s*(?:{_PART}))*"
@@ -42,11 +47,15 @@ _DEEPEST = 8
 _MOST_SUGGESTIONS = 100
 #: Table of config.toml with the values that a run has chosen for open options, in a table for each source.
 CHOSEN = "chosen"
+#: Names of torch's dtypes, where those of options differ.
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 #: Names that are not ours, each read or refused by a dialect.
 OTHER_NAMES = frozenset((*SAME, *INSTEAD, *FOREIGN, *DEPENDENT))
 
 
-def load_config(source: str | Path | Mapping[str, Any] | TrainConfig | None = None, /, **options: Any) -> TrainConfig:
+def load_config(
+    source: str | Path | Mapping[str, Any] | TrainConfig | None = None, /, **options: Unpack[Options]
+) -> TrainConfig:
     """Load a configuration from a source, from options by name, or from both.
 
     Args:
@@ -74,17 +83,17 @@ def _values_source(values: Mapping[str, Any]) -> RawOptions:
     return options
 
 
-def _as_in_toml(value: Any, name: str = "") -> Any:
-    """Return a value with paths, and torch's dtypes and devices, as text; a dtype in the words of the option `name`."""
+def _as_in_toml(value: Any) -> Any:
+    """Return a value with paths, and torch's dtypes and devices, as text."""
     if isinstance(value, Mapping):
-        return {key: _as_in_toml(item, key) for key, item in value.items()}
+        return {key: _as_in_toml(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_as_in_toml(item, name) for item in value]
+        return [_as_in_toml(item) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
         text = str(value).removeprefix("torch.")
-        return VALUES.get(name, {}).get(text, text)
+        return _DTYPES.get(text, text)
     return value
 
 

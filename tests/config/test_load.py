@@ -9,7 +9,7 @@ import pytest
 import torch
 from refusals import refused_options
 
-from finetrainers.config.document import configuration_page, json_schema
+from finetrainers.config.document import configuration_page, json_schema, options_module
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import dump_toml, load_config
@@ -235,6 +235,12 @@ def test_every_option_is_described_and_documented():
     for name, option in fields().items():
         assert option.field.description.endswith((".", ")")), name
         assert f"`{name}`" in page
+
+
+def test_the_types_of_options_are_current():
+    """`finetrainers docs --types > finetrainers/config/options.py` writes them."""
+    file = ROOT / "finetrainers" / "config" / "options.py"
+    assert options_module() == file.read_text()
 
 
 def test_schema_accepts_a_dumped_config_and_refuses_a_typo(tmp_path):
