@@ -14,6 +14,7 @@ _PUBLIC = {
     "ConfigError": "finetrainers.config.errors",
     "Facts": "finetrainers.config.facts",
     "Family": "finetrainers.models.registry",
+    "Sample": "finetrainers.training.callbacks.base",
     "Section": "finetrainers.config.base",
     "TrainConfig": "finetrainers.config.root",
     "TrainResult": "finetrainers.runs.training",
@@ -34,6 +35,7 @@ __all__ = [
     "ConfigError",
     "Facts",
     "Family",
+    "Sample",
     "Section",
     "TrainConfig",
     "TrainResult",
@@ -52,7 +54,7 @@ __all__ = [
 if TYPE_CHECKING:
     from finetrainers.plan.check import check
     from finetrainers.runs.training import TrainResult, train
-    from finetrainers.training.callbacks.base import Callback
+    from finetrainers.training.callbacks.base import Callback, Sample
     from finetrainers.training.state import TrainState
 
     from .config.base import Section

@@ -23,7 +23,7 @@ from finetrainers.results.reports.page import write_run_report
 from finetrainers.rundir.find import scan_checkpoints
 from finetrainers.rundir.lock import exclusive
 from finetrainers.training.assemble import assemble
-from finetrainers.training.callbacks.base import Callback
+from finetrainers.training.callbacks.base import Callback, check_gradient_hooks
 from finetrainers.training.checkpoints.restore import find_damage
 from finetrainers.training.guards.hacking import HACKING_GUARD
 from finetrainers.training.memory_failure import MemoryFailures
@@ -55,6 +55,7 @@ def run(
     """
     checked = within_budget(checked)
     config = checked.config
+    check_gradient_hooks(callbacks, config)
     if config.run.dry_run:
         dry_run_report(checked)
         return None

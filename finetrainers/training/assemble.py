@@ -221,12 +221,12 @@ def _make_validations(
 def _schedule(
     state: TrainState, source: BatchSource, steps: int | None, epochs: int | None = None
 ) -> Callable[[int], bool]:
-    """Return a test of whether to sample after a step: every N steps, after every N epochs, and after the last step."""
+    """Return a test of whether to sample after a step: every N steps, and after every N epochs."""
     total = state.total_steps
     due = range(steps, total, steps) if steps else ()
     ends = (source.steps_for_epochs(n) for n in count(epochs, epochs)) if epochs else ()
     epoch_ends = set(takewhile(lambda step: step <= total, ends))
-    return lambda step: step == total or step in due or step in epoch_ends
+    return lambda step: step in due or step in epoch_ends
 
 
 def _record_start(state: TrainState, checked: ResolvedRun) -> None:

@@ -19,6 +19,7 @@ from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.init_distributed import retry_refusal
 from finetrainers.rundir.run_dir import RunDirectory
 
+from .callbacks.base import Sample
 from .control import Requests
 from .guards.hacking import HackingGuard
 from .guards.memory import MemoryGuard
@@ -89,6 +90,9 @@ class TrainState:
         data_ahead: how many steps the data position is ahead of `step`, since a rollback skips data.
         oldest_rollback_step: the first step whose checkpoint has all parts that this run has.
         stopped_by: name of the signal, file or guard that stopped the run before its last step, or None.
+        finished_by: reason that a callback gave for making this step the last one, or None.
+        wants_samples: whether a callback uses `on_samples`, so that frames stay in host memory until then.
+        samples: the samples that a callback has just drawn on this process, or None; see `Callback.on_samples`.
         requests: requests from outside: a stop, a checkpoint, samples.
         guards: checks of every step, with state that checkpoints store.
         staging: copies of the state that asynchronous checkpoints are written from; code that changes weights waits
@@ -113,6 +117,9 @@ class TrainState:
     data_ahead: int = 0
     oldest_rollback_step: int = 0
     stopped_by: str | None = None
+    finished_by: str | None = None
+    wants_samples: bool = False
+    samples: list[Sample] | None = None
     requests: Requests = field(init=False)
     guards: Guards = field(init=False)
     staging: Staging = field(init=False, default_factory=Staging)
@@ -120,6 +127,11 @@ class TrainState:
     def __post_init__(self) -> None:
         self.requests = Requests(run_dir=self.run_dir, parallel=self.parallel)
         self.guards = Guards(self.config, parallel=self.parallel, run_dir=self.run_dir)
+
+    @property
+    def is_last_step(self) -> bool:
+        """True if all steps are taken, or the run ends with results after this one."""
+        return self.step >= self.total_steps or self.finished_by is not None
 
     @property
     def network(self) -> Any:

@@ -4,23 +4,49 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.root import TrainConfig
+from finetrainers.parallel.sharding import expected_split
 from finetrainers.utils.failures import Kind
 from finetrainers.utils.text import nearest
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..state import TrainState
 
 #: One log record: `step` and named numbers, the same on every rank.
 Record = dict[str, float]
 
 
+@dataclass(frozen=True)
+class Sample:
+    """A sample of the current weights.
+
+    Attributes:
+        prompt: its prompt.
+        frames: `[T, H, W, 3]` uint8.
+        fps: frames per second.
+        path: its file.
+        number: position among the samples of all processes.
+    """
+
+    prompt: str
+    frames: np.ndarray
+    fps: float
+    path: Path
+    number: int
+
+
 class Callback:
     """Hooks of a run; override those you need. Every rank runs every hook.
 
-    Numbers that `on_start` or `on_step` returns are logged as one record; every rank must return the same names.
+    Numbers that `on_start`, `on_step` or `on_samples` returns are logged as one record; every rank must return the same
+    names.
 
     Attributes:
         samples: whether it samples or evaluates, and fulfills `state.requests.sample`.
@@ -31,11 +57,17 @@ class Callback:
     def on_start(self, state: TrainState) -> Record | None:
         """Run before the first step of this process."""
 
+    def on_gradients(self, state: TrainState) -> None:
+        """Run in each step when `.grad` of the weights is complete: averaged over ranks, and not yet clipped."""
+
     def on_step(self, state: TrainState) -> Record | None:
         """Run after each optimizer step."""
 
     def on_log(self, state: TrainState, record: Record) -> None:
         """Run at every record: each `logging_steps` steps, and whenever a callback returns numbers."""
+
+    def on_samples(self, state: TrainState, samples: Sequence[Sample]) -> Record | None:
+        """Run after samples of the validation or the evaluation are on disk, with those of this rank, perhaps none."""
 
     def on_back(self, state: TrainState) -> None:
         """Run after a rollback to an earlier step, which also truncates `metrics.jsonl`."""
@@ -62,6 +94,33 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
         Problem(f"{_WHERE}[{index}]", message, kind)
         for index, callback in enumerate(callbacks)
         for message, kind in _callback_problems(callback)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_gradient_hooks(callbacks: Sequence[Callback], config: TrainConfig) -> None:
+    """Check that gradients are there for callbacks that use them.
+
+    Raises:
+        ConfigError: an option frees them earlier, or DeepSpeed keeps them.
+    """
+    options = config.optimizer
+    reasons = {
+        "--optimizer_in_backward": options.optimizer_in_backward,
+        "--offload_gradients": options.offload_gradients,
+        "DeepSpeed ZeRO": expected_split(config.parallel).zero_stage > 0,
+    }
+    problems = [
+        Problem(
+            f"{_WHERE}[{index}]",
+            f"{_type_name(callback)}.on_gradients is not supported with {reason}, which leaves no gradients in `.grad`",
+            "unsupported",
+        )
+        for index, callback in enumerate(callbacks)
+        if type(callback).on_gradients is not Callback.on_gradients
+        for reason, applies in reasons.items()
+        if applies
     ]
     if problems:
         raise ConfigError(problems)
