@@ -298,6 +298,7 @@ class Options(TypedDict, total=False):
     step_timeout: int | None
     checkpoint_timeout: int | None
     sampling_timeout: int | None
+    parts: Sequence[str]
     dry_run: bool
     gpu: str | None
     verbose: bool

@@ -57,21 +57,27 @@ def load_method(name: str) -> Any:
 
 def method_class_problem(config: TrainConfig) -> str | None:
     """Return why the classes of the configured method cannot train, or None if they can (imports torch)."""
-    from .base import Method
-
     name = config.training.method
     try:
         method_class = load_method(name)
         load_source(config)
     except (ImportError, AttributeError) as error:
         return f"{name} cannot be imported: {error}"
+    problem = class_problem(method_class)
+    return None if problem is None else f"{name}: {problem}"
+
+
+def class_problem(method_class: Any) -> str | None:
+    """Return why an object is not the class of a method, or None if it is (imports torch)."""
+    from .base import Method
+
     if not isinstance(method_class, type):
-        return f"{name}: expected a class, got a {type(method_class).__name__}"
+        return f"expected a class, got a {type(method_class).__name__}"
     needed = [attribute for attribute, value in vars(Method).items() if callable(value) and attribute[:1] != "_"]
     missing = [attribute for attribute in needed if not callable(getattr(method_class, attribute, None))]
     if missing:
         protocol = "see the protocol Method of finetrainers.methods.base"
-        return f"{name}: {method_class.__name__} has no {', '.join(missing)}; {protocol}"
+        return f"{method_class.__name__} has no {', '.join(missing)}; {protocol}"
     return None
 
 

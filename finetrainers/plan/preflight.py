@@ -47,6 +47,7 @@ from finetrainers.utils.versions import version_problem
 from .chosen import SIZES, choose_by_data, choose_defaults, choose_recommended, take_from_run
 from .initial_weights import InitialWeights, with_other_expert
 from .ownership import MODEL_OPTIONS, model_sources, output_dir_problems
+from .parts import CustomParts
 from .resume_plan import Start, initial_weights, new_run, resume_run
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class ResolvedRun:
     checkpoints: list[CheckpointInfo] = field(default_factory=list)  # those that it has chosen among
     unseen: str | None = None  # why the model itself is unknown; for a dry run
     scored: list[ValidationPrompt] = field(default_factory=list)  # of `eval_prompts`, if the method does not sample
+    parts: CustomParts = CustomParts()  # noqa: RUF009, it is immutable
 
     @property
     def family(self) -> Family:

@@ -34,7 +34,7 @@ def get_ready(
     Args:
         config: the configuration to run.
         preparing, damaged: see `preflight`.
-        earlier: a preflight of the same start, whose data is not read again.
+        earlier: a preflight of the same start, whose data is not read again, and whose parts are kept.
 
     Raises:
         ConfigError: all problems at once; or the model is neither on this disk nor available from the Hub.
@@ -49,7 +49,8 @@ def get_ready(
             print_start(checked)
         return checked
 
-    return once_per_node(make, (config, preparing, damaged), timeout_s=config.run.idle_timeout)
+    checked = once_per_node(make, (config, preparing, damaged), timeout_s=config.run.idle_timeout)
+    return checked if earlier is None else replace(checked, parts=earlier.parts)
 
 
 def preflight_by_model(
@@ -160,7 +161,8 @@ def check_classes(checked: ResolvedRun) -> None:
     config = checked.config
     problem = method_class_problem(config)
     problems = [] if problem is None else [Problem("--method", problem)]
-    if (problem := optimizer_class_problem(config.optimizer)) is not None:
+    custom = checked.parts.optimizer is not None
+    if not custom and (problem := optimizer_class_problem(config.optimizer)) is not None:
         problems.append(Problem("--optimizer", problem, "not_installed"))
     for option in ("reward", "eval_reward"):
         entries = [entry for entry in config.get(option) if entry.reward.startswith(("http://", "https://"))]

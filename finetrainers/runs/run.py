@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from finetrainers.config.errors import ConfigError
 from finetrainers.memory.recorder import MemoryRecorder
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.automatic import within_budget
 from finetrainers.plan.dry_run import dry_run_report
 from finetrainers.plan.init_distributed import make_strategy
 from finetrainers.plan.memory_plan import planned_peaks, print_planned
+from finetrainers.plan.parts import missing_part_problems
 from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.plan.ready import examine_weights, get_ready
 from finetrainers.plan.room import check_room
@@ -56,6 +58,8 @@ def run(
     checked = within_budget(checked)
     config = checked.config
     check_gradient_hooks(callbacks, config)
+    if problems := [*missing_part_problems(checked.parts, config)]:
+        raise ConfigError(problems)
     if config.run.dry_run:
         dry_run_report(checked)
         return None

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.registry import get_family
 from finetrainers.plan.initial_weights import LORA_FILE
+from finetrainers.plan.parts import CustomParts
 from finetrainers.plan.ready import get_ready
 from finetrainers.plan.start_report import print_line
 from finetrainers.training.callbacks.base import Callback, check_callbacks
@@ -21,6 +22,13 @@ from finetrainers.utils.failures import InputError
 from finetrainers.utils.logs import quiet_libraries
 from finetrainers.utils.process_state import environment_restored, host_group_problem, restored
 from finetrainers.utils.reading import read_jsonl
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
+
+    from finetrainers.methods.base import Method
 
 
 @dataclass(frozen=True)
@@ -98,11 +106,20 @@ class TrainResult:
 
 
 def train(
-    config: TrainConfig, *, callbacks: Sequence[Callback] = (), handle_signals: bool | None = None
+    config: TrainConfig,
+    *,
+    callbacks: Sequence[Callback] = (),
+    handle_signals: bool | None = None,
+    lora: LoraConfig | None = None,
+    method: type[Method] | None = None,
+    optimizer: Callable[[list[Parameter]], Optimizer] | None = None,
+    lr_at: Callable[[int], float] | None = None,
 ) -> TrainResult:
     """Check a configuration and train.
 
-    The state of the host program (see `restored`) does not affect the run, and is restored afterwards.
+    The state of the host program (see `restored`) does not affect the run, and is restored afterwards. The
+    configuration that is written to disk has a digest of `lora`, `method`, `optimizer` and `lr_at`; a resumed run must
+    have equal ones.
 
     Args:
         config: from `load_config`.
@@ -112,6 +129,11 @@ def train(
             handler. None means True in the main thread, the only one where Python allows it. With False, the host's
             handlers stay; a KeyboardInterrupt or SystemExit that they raise is raised again after a checkpoint of the
             last step.
+        lora: settings of the LoRA, such as `rank_pattern`, instead of `rank` and its other options.
+        method: class that computes the loss, such as a subclass of `finetrainers.methods.sft.SFT`. Options and data are
+            those of the configured method.
+        optimizer: returns the optimizer over the trainable parameters that it is given.
+        lr_at: learning rate of optimizer step n, from 0, for all parameter groups.
 
     Raises:
         ConfigError: the configuration cannot run; all reasons at once.
@@ -126,7 +148,8 @@ def train(
         check_callbacks(callbacks)
         if (problem := host_group_problem()) is not None:
             raise ConfigError([Problem("process group", problem, "mismatch")])
-        checked = get_ready(config)
+        parts = CustomParts(lora=lora, method=method, optimizer=optimizer, lr_at=lr_at)
+        checked = replace(get_ready(parts.applied_to(config)), parts=parts)
         with restored() as set_aside, quiet_libraries():
             from .run import run
 

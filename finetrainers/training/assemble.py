@@ -20,7 +20,7 @@ from finetrainers.methods.registry import load_method, method_spec
 from finetrainers.methods.spec import BatchSource
 from finetrainers.models.spec import DTYPES, ModelSpec
 from finetrainers.optim.ema import EMA
-from finetrainers.optim.factory import create_optimizer
+from finetrainers.optim.factory import create_optimizer, custom_optimizer
 from finetrainers.optim.schedules import lr_schedule
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.automatic import apply_decoding_settings, choose_settings, record_choices
@@ -83,7 +83,7 @@ def assemble(checked: ResolvedRun, parallel: Strategy, watchdog: Watchdog, memor
     resolved, config = replace(checked, config=chosen), record_choices(config, automatic)
     transformer, optimizer = _load_trained(resolved, spec, parallel, lr=lr)
     network = parallel.unwrap(transformer)
-    method = load_method(config.training.method)(
+    method = (checked.parts.method or load_method(config.training.method))(
         MethodParts(
             config=chosen, spec=spec, process=spec.process(scheduler), scheduler=scheduler,
             geometry=spec.facts.geometry, vae_stats=vae_stats, source=source, parallel=parallel, network=network,
@@ -106,7 +106,9 @@ def assemble(checked: ResolvedRun, parallel: Strategy, watchdog: Watchdog, memor
     _record_start(state, checked)
     _store_initial_lora(state, checked)
     first_step = start.schedule_start
-    schedule = lr_schedule(config.optimizer, lr=lr, total_steps=max(1, total_steps - first_step), first_step=first_step)
+    schedule = checked.parts.lr_at or lr_schedule(
+        config.optimizer, lr=lr, total_steps=max(1, total_steps - first_step), first_step=first_step
+    )
     return Trainer(state, lr_at=schedule, callbacks=callbacks, activations=activations)
 
 
@@ -145,12 +147,16 @@ def _load_trained(checked: ResolvedRun, spec: ModelSpec, parallel: Strategy, *, 
             lambda: load_trainable_transformer(
                 checked, spec, mapped or dtype, device=parallel.device, sequence_group=parallel.sequence_group
             ),
-            lambda parameters: create_optimizer(
-                parameters,
-                config=config.optimizer,
-                lr=lr,
-                device_type=parallel.device.type,
-                stochastic_rounding=config.training.master_weights == "stochastic_rounding",
+            lambda parameters: (
+                create_optimizer(
+                    parameters,
+                    config=config.optimizer,
+                    lr=lr,
+                    device_type=parallel.device.type,
+                    stochastic_rounding=config.training.master_weights == "stochastic_rounding",
+                )
+                if checked.parts.optimizer is None
+                else custom_optimizer(checked.parts.optimizer, parameters)
             ),
             blocks=spec.blocks,
             swap=block_swap(swapped, spec, parallel),

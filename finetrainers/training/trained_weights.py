@@ -104,7 +104,7 @@ def load_trainable_transformer(
             transformer = spec.load_transformer(dtype)
         except ConfigError as error:
             raise ConfigError(attribute_to_option(error.problems, initial)) from error
-    make_trainable(transformer, config.training)
+    make_trainable(transformer, config.training, checked.parts.lora)
     if checkpoint is not None and config.training.training_type == "lora":
         load_lora_weights(checkpoint, transformer)
     elif checkpoint is None and initial is not None and initial.kind == "lora":
