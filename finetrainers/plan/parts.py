@@ -1,4 +1,4 @@
-"""Parts of a run that only Python can give: an optimizer, a schedule, a LoRA, a method. Imports no torch."""
+"""Parts of a run that only Python can give: network, LoRA, method, optimizer, schedule. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ from finetrainers.utils.failures import Kind
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from torch import nn
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
     from finetrainers.methods.base import Method
 
-#: Options that an optimizer decides itself.
-_OPTIMIZER_OPTIONS = (
-    "optimizer", "use_8bit_bnb", "beta1", "beta2", "beta3", "weight_decay", "epsilon", "use_cpu_offload_optimizer",
-    "offload_gradients", "optimizer_in_backward",
-)  # fmt: skip
-#: Options that a schedule decides itself.
-_SCHEDULE_OPTIONS = (
-    "scale_lr", "lr_scheduler", "lr_warmup_steps", "lr_cooldown_steps", "lr_num_cycles", "lr_power"
-)  # fmt: skip
+#: Options that a part decides itself.
+_EXCLUDED = {
+    "network": ("transformer_id", "init_from", "export_formats"),
+    "optimizer": (
+        "optimizer", "use_8bit_bnb", "beta1", "beta2", "beta3", "weight_decay", "epsilon", "use_cpu_offload_optimizer",
+        "offload_gradients", "optimizer_in_backward",
+    ),
+    "lr_at": ("scale_lr", "lr_scheduler", "lr_warmup_steps", "lr_cooldown_steps", "lr_num_cycles", "lr_power"),
+}  # fmt: skip
 #: Options that take their values from a LoraConfig, and its attribute for each.
 _LORA_OPTIONS = {
     "rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "use_rslora": "use_rslora",
     "use_dora": "use_dora",
 }  # fmt: skip
+#: Numbers at both ends of a tensor that a fingerprint covers.
+_ENDS = 4096
 #: Depth of objects within objects that a fingerprint covers.
 _DEEPEST = 12
 #: Initializations of a LoRA that leave the model's own weights as they are.
@@ -49,12 +52,14 @@ class CustomParts:
     """Python objects that take the place of options; None leaves the options as they are.
 
     Attributes:
+        network: the transformer, trained in a copy.
         lora: settings of the adapter.
         method: class of the method; the options and the data are those of `--method`.
         optimizer: returns the optimizer over a list of trainable parameters.
         lr_at: learning rate of optimizer step n, from 0.
     """
 
+    network: nn.Module | None = None
     lora: LoraConfig | None = None
     method: type[Method] | None = None
     optimizer: Callable[[list[Parameter]], Optimizer] | None = None
@@ -90,6 +95,11 @@ class CustomParts:
             if name in self.given and not callable(self.given[name]):
                 argument = "parameters" if name == "optimizer" else "step"
                 yield name, (f"expected a function ({argument}), got {type(self.given[name]).__name__}", "invalid")
+        if self.network is not None:
+            from torch.nn import Module
+
+            if not isinstance(self.network, Module):
+                yield "network", (f"expected a torch.nn.Module, got {type(self.network).__name__}", "invalid")
         if callable(self.lr_at) and (problem := _rate_problem(self.lr_at)) is not None:
             yield "lr_at", (problem, "invalid")
         if self.method is not None:
@@ -102,22 +112,16 @@ class CustomParts:
 
     def _conflicts(self, config: TrainConfig) -> Iterator[Problem]:
         """Yield the options that contradict the parts."""
-        for name, options in (("optimizer", _OPTIMIZER_OPTIONS), ("lr_at", _SCHEDULE_OPTIONS)):
-            for option in options if name in self.given else ():
+        for name in self.given.keys() & _EXCLUDED.keys():
+            for option in _EXCLUDED[name]:
                 if config.changed(option):
                     yield Problem(f"--{option}", f"cannot be combined with {name}=; remove one of them", "conflict")
         if self.optimizer is not None and config.training.master_weights != "fp32":
             yield Problem("--master_weights", "requires an optimizer of --optimizer; remove one of them", "conflict")
         if self.optimizer is not None and expected_split(config.parallel).zero_stage:
             yield Problem("optimizer", "is not supported with DeepSpeed; use DDP or FSDP2", "unsupported")
-        if self.lora is None:
-            return
-        if config.training.training_type != "lora":
-            yield Problem("lora", "requires --training_type lora; remove one of them", "conflict")
-        for option, value in _lora_options(self.lora).items():
-            if config.is_given(option) and config.get(option) != value:
-                message = f"is {config.get(option)!r}, and lora= has {value!r}; set only one of them"
-                yield Problem(f"--{option}", message, "conflict")
+        if self.lora is not None:
+            yield from _lora_conflicts(self.lora, config)
 
 
 def missing_part_problems(parts: CustomParts, config: TrainConfig) -> Iterator[Problem]:
@@ -156,6 +160,16 @@ def _lora_problems(lora: Any) -> Iterator[tuple[str, Kind]]:
             yield f"{name}={value!r} trains weights that a LoRA file does not have; remove it", "unsupported"
 
 
+def _lora_conflicts(lora: LoraConfig, config: TrainConfig) -> Iterator[Problem]:
+    """Yield the options that contradict an adapter's settings."""
+    if config.training.training_type != "lora":
+        yield Problem("lora", "requires --training_type lora; remove one of them", "conflict")
+    for option, value in _lora_options(lora).items():
+        if config.is_given(option) and config.get(option) != value:
+            message = f"is {config.get(option)!r}, and lora= has {value!r}; set only one of them"
+            yield Problem(f"--{option}", message, "conflict")
+
+
 def _lora_options(lora: LoraConfig) -> dict[str, Any]:
     """Return the options that have the values of an adapter's settings."""
     options = {option: getattr(lora, attribute) for option, attribute in _LORA_OPTIONS.items()}
@@ -185,17 +199,36 @@ def _describe(value: Any, depth: int = 0) -> str:
         return json.dumps(sorted(map(describe, value)))
     if isinstance(value, Sequence):
         return json.dumps(list(map(describe, value)))
+    return describe([describe_address(value), *_definition(value)])
+
+
+def _definition(value: Any) -> list[Any]:
+    """Return what makes an object what it is: the source and variables of functions, the settings of others."""
     if isinstance(value, partial):
-        return describe([value.func, value.args, value.keywords])
+        return [value.func, value.args, value.keywords]
     if inspect.ismethod(value):
-        return describe([value.__func__, value.__self__])
+        return [value.__func__, value.__self__]
     if inspect.isfunction(value):
-        cells = inspect.getclosurevars(value).nonlocals
-        return describe([describe_address(value), _source(value), value.__defaults__, value.__kwdefaults__, cells])
+        variables = inspect.getclosurevars(value).nonlocals
+        return [_source(value), value.__defaults__, value.__kwdefaults__, variables]
     if inspect.isclass(value):
-        return describe([describe_address(value), _source(value)])
-    settings = value.to_dict() if hasattr(value, "to_dict") else getattr(value, "__dict__", {})
-    return describe([describe_address(value), settings])
+        return [_source(value)]
+    if hasattr(value, "state_dict") and hasattr(value, "named_parameters"):
+        return [dict(getattr(value, "config", {})), _weights_digest(value)]
+    return [value.to_dict() if hasattr(value, "to_dict") else getattr(value, "__dict__", {})]
+
+
+def _weights_digest(network: nn.Module) -> str:
+    """Return a digest of names, dtypes, shapes and both ends of a network's weights."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, tensor in network.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().reshape(-1)
+        for end in (flat[:_ENDS], flat[-_ENDS:]):
+            digest.update(end.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _source(value: Any) -> str:

@@ -80,7 +80,9 @@ class ResolvedRun:
     @property
     def spec(self) -> ModelSpec:
         """The model's spec, which needs torch."""
-        return self.family.load(self.config.model)
+        spec = self.family.load(self.config.model)
+        spec.network = self.parts.network
+        return spec
 
     @property
     def sampled(self) -> list[ValidationPrompt]:

@@ -175,6 +175,27 @@ def check_classes(checked: ResolvedRun) -> None:
         raise ConfigError(problems)
 
 
+def network_problems(checked: ResolvedRun) -> list[Problem]:
+    """Return why a network that Python has given cannot take the place of the model's own."""
+    network, part = checked.parts.network, checked.facts.trained
+    if network is None:
+        return []
+    spec, expected = checked.spec, checked.spec.parts[part]
+    if not isinstance(network, expected):
+        message = f"expected a {expected.__name__}, got {type(network).__name__}"
+        return [Problem("network", message, "mismatch")]
+    problems = []
+    if getattr(network, "peft_config", None):
+        message = f"has adapters: {', '.join(network.peft_config)}; remove them by `network.delete_adapters(...)`"
+        problems.append(Problem("network", message, "conflict"))
+    for key in ("in_channels", "out_channels"):
+        channels, expected_channels = network.config.get(key), spec.configs[part].get(key)
+        if None not in (channels, expected_channels) and channels != expected_channels:
+            message = f"has {key}={channels}, and the model's {part} {expected_channels}; use those of one model"
+            problems.append(Problem("network", message, "mismatch"))
+    return problems
+
+
 def check_network(checked: ResolvedRun, *, plan_known: bool = True) -> None:
     """Check a run against the model's configs, network classes and scheduler (imports torch).
 

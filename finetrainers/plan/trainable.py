@@ -73,7 +73,7 @@ def network_without_weights(checked: ResolvedRun, *, stand_in: bool = False) -> 
     config, family = checked.config, checked.family
     trained = None if stand_in else checked.spec.configs.get(family.facts.trained)
     inputs = [family, stand_in, has_reference_adapter(checked), config.model, config.training, deepcopy(trained)]
-    inputs.append(checked.parts.lora)
+    inputs += [checked.parts.lora, checked.parts.network]
     if _last_network[:-1] != inputs:
         _last_network[:] = [*inputs, _build_without_weights(checked, stand_in=stand_in)]
     return _last_network[-1]

@@ -16,7 +16,7 @@ from finetrainers.plan.init_distributed import make_strategy
 from finetrainers.plan.memory_plan import planned_peaks, print_planned
 from finetrainers.plan.parts import missing_part_problems
 from finetrainers.plan.preflight import ResolvedRun
-from finetrainers.plan.ready import examine_weights, get_ready
+from finetrainers.plan.ready import examine_weights, get_ready, network_problems
 from finetrainers.plan.room import check_room
 from finetrainers.plan.start_report import print_memory, print_results, print_stopped, print_warnings
 from finetrainers.results.export import export, upload
@@ -58,7 +58,7 @@ def run(
     checked = within_budget(checked)
     config = checked.config
     check_gradient_hooks(callbacks, config)
-    if problems := [*missing_part_problems(checked.parts, config)]:
+    if problems := [*missing_part_problems(checked.parts, config), *network_problems(checked)]:
         raise ConfigError(problems)
     if config.run.dry_run:
         dry_run_report(checked)

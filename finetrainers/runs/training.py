@@ -25,6 +25,7 @@ from finetrainers.utils.reading import read_jsonl
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from torch import nn
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
@@ -85,6 +86,9 @@ class TrainResult:
                 "a dry run does not train" if self.config.run.dry_run else f"stopped by {self.stopped_by}; resume it"
             )
             raise InputError(f"there are no trained weights in {self.run_dir}: {reason}", "not_found")
+        if any(part.startswith("network=") for part in self.config.run.parts):
+            message = f"trained on a network that `train` was given; load {self.weights} into that network"
+            raise InputError(message, "unsupported")
         with restored(), quiet_libraries():
             import torch
 
@@ -110,6 +114,7 @@ def train(
     *,
     callbacks: Sequence[Callback] = (),
     handle_signals: bool | None = None,
+    network: nn.Module | None = None,
     lora: LoraConfig | None = None,
     method: type[Method] | None = None,
     optimizer: Callable[[list[Parameter]], Optimizer] | None = None,
@@ -117,9 +122,9 @@ def train(
 ) -> TrainResult:
     """Check a configuration and train.
 
-    The state of the host program (see `restored`) does not affect the run, and is restored afterwards. The
-    configuration that is written to disk has a digest of `lora`, `method`, `optimizer` and `lr_at`; a resumed run must
-    have equal ones.
+    The state of the host program (see `restored`) does not affect the run, and is restored afterwards. The run's
+    config.toml has a digest of `network`, `lora`, `method`, `optimizer` and `lr_at`; a resumed run must have equal
+    ones.
 
     Args:
         config: from `load_config`.
@@ -129,6 +134,8 @@ def train(
             handler. None means True in the main thread, the only one where Python allows it. With False, the host's
             handlers stay; a KeyboardInterrupt or SystemExit that they raise is raised again after a checkpoint of the
             last step.
+        network: transformer of the model's class or of a subclass, instead of the one of the checkpoint. The run trains
+            a copy; the network stays as it is.
         lora: settings of the LoRA, such as `rank_pattern`, instead of `rank` and its other options.
         method: class that computes the loss, such as a subclass of `finetrainers.methods.sft.SFT`. Options and data are
             those of the configured method.
@@ -148,7 +155,7 @@ def train(
         check_callbacks(callbacks)
         if (problem := host_group_problem()) is not None:
             raise ConfigError([Problem("process group", problem, "mismatch")])
-        parts = CustomParts(lora=lora, method=method, optimizer=optimizer, lr_at=lr_at)
+        parts = CustomParts(network=network, lora=lora, method=method, optimizer=optimizer, lr_at=lr_at)
         checked = replace(get_ready(parts.applied_to(config)), parts=parts)
         with restored() as set_aside, quiet_libraries():
             from .run import run

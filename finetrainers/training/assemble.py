@@ -61,7 +61,7 @@ def assemble(checked: ResolvedRun, parallel: Strategy, watchdog: Watchdog, memor
     config, plan, start = checked.config, checked.plan, checked.start
     print_line(parallel.describe())
     check_restorable(start, parallel)
-    spec = checked.family.load(config.model)
+    spec = checked.spec
     kernel = spec.check_attention(parallel.device, parallel.compute_dtype(trainable_dtype(config)))
     if kernel != spec.config.attn_backend and parallel.device.type == "cuda":
         print_line(f"attention: --attn_backend {spec.config.attn_backend} uses the kernel of {kernel} without a mask")

@@ -62,7 +62,7 @@ def mapped_dtype(checked: ResolvedRun, spec: ModelSpec) -> torch.dtype | None:
     """
     config, checkpoint, initial = checked.config, checked.start.checkpoint, checked.start.initial
     is_full, dtype = config.training.training_type == "full-finetune", trainable_dtype(config)
-    files = spec.files_of(spec.facts.trained)
+    files = [] if spec.network is not None else spec.files_of(spec.facts.trained)
     if checkpoint is not None and is_full:
         files = sorted((checkpoint / spec.facts.trained).iterdir())
     if not files or any(file.parent != files[0].parent for file in files) or len(files) == 1:

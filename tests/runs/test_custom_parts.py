@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import LTXVideoTransformer3DModel
 from peft import LoraConfig
-from refusals import refused_options
+from refusals import refused, refused_options
 from safetensors.torch import load_file
 from torch.optim import SGD
 
 from finetrainers import load_config, train
+from finetrainers.config.load import build_config
 from finetrainers.methods.sft import SFT
 from finetrainers.plan.parts import fingerprint
+from finetrainers.sampling.weights import find_target
 
 
 class Halved(SFT):
@@ -84,6 +88,45 @@ def test_parts_that_cannot_be_used_are_refused_before_loading(options: Callable[
     for make in (lambda weights: None, lambda weights: SGD(weights[1:], lr=1.0)):
         with refused_options(("optimizer", "invalid")):
             train(plain, optimizer=make)  # type: ignore[arg-type]
+
+
+def test_a_network_is_trained_in_a_copy(options: Callable[..., dict], tmp_path: Path) -> None:
+    class Counting(LTXVideoTransformer3DModel):
+        calls = 0
+
+        def forward(self, *arguments: Any, **keywords: Any) -> Any:
+            Counting.calls += 1
+            return super().forward(*arguments, **keywords)
+
+    values = options(train_steps=1, checkpointing_steps=0)
+    network = Counting.from_pretrained(values["pretrained_model_name_or_path"], subfolder="transformer")
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    plain = train(load_config(**values))
+    assert Counting.calls == 0
+    values["output_dir"] = str(tmp_path / "custom")
+    result = train(load_config(**values), network=network)
+    assert Counting.calls > 0
+    assert plain.weights is not None
+    assert result.weights is not None
+    weights, expected = load_file(result.weights), load_file(plain.weights)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    # Nothing is left on the network, so that it can be trained again.
+    assert {*network.state_dict()} == {*before}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert all(parameter.requires_grad for parameter in network.parameters())
+    with refused("unsupported", result.weights):
+        result.pipeline()
+    with refused_options((result.run_dir, "unsupported")):
+        build_config([find_target(str(result.run_dir)).source])
+
+    values["output_dir"] = str(tmp_path / "refused")
+    with refused_options(("network", "mismatch")):
+        train(load_config(**values, dry_run=True), network=torch.nn.Linear(1, 1))
+    network.add_adapter(LoraConfig(target_modules=["to_q"]))
+    with refused_options(("network", "conflict")):
+        train(load_config(**values), network=network)
+    with refused_options(("--export_formats", "conflict")):
+        train(load_config(**values, export_formats=["peft"]), network=network)
 
 
 def test_equal_parts_have_equal_fingerprints() -> None:
