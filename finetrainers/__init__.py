@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-#: Where each public name is defined; only `TrainState` needs torch there.
+#: Where each public name is defined; only `TrainState` and `sample` need torch there.
 _PUBLIC = {
     "Callback": "finetrainers.training.callbacks.base",
     "ConfigError": "finetrainers.config.errors",
@@ -21,12 +21,16 @@ _PUBLIC = {
     "TrainState": "finetrainers.training.state",
     "TrainingMethod": "finetrainers.config.methods",
     "check": "finetrainers.plan.check",
+    "estimate": "finetrainers.plan.estimate",
+    "export": "finetrainers.results.export_formats",
     "load_config": "finetrainers.config.load",
     "model_path": "finetrainers.utils.packaged",
     "option": "finetrainers.config.option",
     "register_method": "finetrainers.methods.registry",
     "register_model": "finetrainers.models.registry",
     "register_reward": "finetrainers.rewards.registry",
+    "report": "finetrainers.results.reports.write",
+    "sample": "finetrainers.sampling.run",
     "train": "finetrainers.runs.training",
     "__version__": "finetrainers.utils.versions",
 }
@@ -42,18 +46,26 @@ __all__ = [
     "TrainState",
     "TrainingMethod",
     "check",
+    "estimate",
+    "export",
     "load_config",
     "model_path",
     "option",
     "register_method",
     "register_model",
     "register_reward",
+    "report",
+    "sample",
     "train",
 ]
 
 if TYPE_CHECKING:
     from finetrainers.plan.check import check
+    from finetrainers.plan.estimate import estimate
+    from finetrainers.results.export_formats import export
+    from finetrainers.results.reports.write import report
     from finetrainers.runs.training import TrainResult, train
+    from finetrainers.sampling.run import sample
     from finetrainers.training.callbacks.base import Callback, Sample
     from finetrainers.training.state import TrainState
 

@@ -79,16 +79,16 @@ def load_config(
 def _values_source(values: Mapping[str, Any]) -> RawOptions:
     """Return options that are given as Python values; their names are their places."""
     options = RawOptions()
-    take_options(options, _as_in_toml(values), lambda table, name: ".".join(part for part in (table, name) if part))
+    take_options(options, as_in_toml(values), lambda table, name: ".".join(part for part in (table, name) if part))
     return options
 
 
-def _as_in_toml(value: Any) -> Any:
+def as_in_toml(value: Any) -> Any:
     """Return a value with paths, and torch's dtypes and devices, as text."""
     if isinstance(value, Mapping):
-        return {key: _as_in_toml(item) for key, item in value.items()}
+        return {key: as_in_toml(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_as_in_toml(item) for item in value]
+        return [as_in_toml(item) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):

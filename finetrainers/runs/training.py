@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.registry import get_family
 from finetrainers.plan.initial_weights import LORA_FILE
 from finetrainers.plan.parts import CustomParts
 from finetrainers.plan.ready import get_ready
 from finetrainers.plan.start_report import print_line
+from finetrainers.rundir.run_records import run_problem
 from finetrainers.training.callbacks.base import Callback, check_callbacks
 from finetrainers.utils.device import configure_allocator
 from finetrainers.utils.failures import InputError
@@ -46,6 +48,39 @@ class TrainResult:
     step: int
     stopped_by: str | None = None
 
+    @classmethod
+    def load(cls, run_dir: str | Path) -> TrainResult:
+        """Return the result of a run directory whose last training is finished or was stopped.
+
+        Raises:
+            ConfigError: it is not a run directory, or its config.toml cannot be read.
+            ValueError: its last training is not finished, and was not stopped with a checkpoint.
+        """
+        root = Path(run_dir)
+        if (problem := run_problem(root)) is not None:
+            raise ConfigError([Problem("run_dir", f"{root} {problem}", "invalid" if root.exists() else "not_found")])
+        events = read_jsonl(root / "events.jsonl")[0]
+        last = max((index for index, event in enumerate(events) if event.get("event") == "start"), default=0)
+        ends = [event for event in events[last:] if event.get("event") in ("finished", "stopped", "stopped_by_guard")]
+        if not ends:
+            raise InputError(f"the last training of {root} is neither finished nor stopped; resume it", "not_found")
+        config = load_config(root / "config.toml", output_dir=root)
+        return cls(config, step=ends[-1]["step"], stopped_by=ends[-1].get("by"))
+
+    def push(self, repo_id: str | None = None) -> str:
+        """Upload weights, model card, configuration and samples to the Hub; return the id of the repository.
+
+        Args:
+            repo_id: repository, created if it does not exist; default: `hub_model_id`, or the name of `run_dir`.
+
+        Raises:
+            ValueError: there are no trained weights.
+        """
+        self._require_weights()
+        from finetrainers.results.export import push
+
+        return push(self.config, repo_id)
+
     @property
     def run_dir(self) -> Path:
         """The run directory, `output_dir`."""
@@ -71,6 +106,19 @@ class TrainResult:
         model, is_lora = self.config.model, self.config.training.training_type == "lora"
         return self.run_dir / (LORA_FILE if is_lora else get_family(model.model_name).facts_of(model).trained)
 
+    def _require_weights(self) -> Path:
+        """Return the trained weights.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if self.weights is None:
+            reason = (
+                "a dry run does not train" if self.config.run.dry_run else f"stopped by {self.stopped_by}; resume it"
+            )
+            raise InputError(f"there are no trained weights in {self.run_dir}: {reason}", "not_found")
+        return self.weights
+
     def pipeline(self, device: str | None = None, *, image_to_video: bool = False) -> Any:
         """Return diffusers' pipeline of the model with the trained weights, in the dtypes of the configuration.
 
@@ -81,13 +129,9 @@ class TrainResult:
         Raises:
             ValueError: there are no trained weights: a dry run, or a run that was stopped.
         """
-        if self.weights is None:
-            reason = (
-                "a dry run does not train" if self.config.run.dry_run else f"stopped by {self.stopped_by}; resume it"
-            )
-            raise InputError(f"there are no trained weights in {self.run_dir}: {reason}", "not_found")
+        weights = self._require_weights()
         if any(part.startswith("network=") for part in self.config.run.parts):
-            message = f"trained on a network that `train` was given; load {self.weights} into that network"
+            message = f"trained on a network that `train` was given; load {weights} into that network"
             raise InputError(message, "unsupported")
         with restored(), quiet_libraries():
             import torch
@@ -96,7 +140,7 @@ class TrainResult:
 
             model = self.config.model
             spec = get_family(model.model_name).load(model)
-            folder = None if self.weights.is_file() else self.weights
+            folder = None if weights.is_file() else weights
             pipeline = spec.pipeline(
                 spec.load_transformer(DTYPES[model.transformer_dtype], folder=folder),
                 spec.load_vae(),
@@ -105,7 +149,7 @@ class TrainResult:
                 image_to_video=image_to_video,
             )
             if folder is None:
-                spec.load_into(pipeline, self.weights)
+                spec.load_into(pipeline, weights)
             return pipeline.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 

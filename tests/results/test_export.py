@@ -275,7 +275,7 @@ def test_push_uploads_results_and_nothing_else(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "HfApi", Api)
     state, _ = finished(tmp_path, push_to_hub=True, hub_model_id="my-lora")
-    module.push(state)
+    module.push(state.config)
     assert (calls["token"], calls["name"], calls["repo"]) == ("secret-token", "my-lora", "me/my-lora")
     assert not any("checkpoints" in pattern or "precomputed" in pattern for pattern in calls["patterns"])
 
