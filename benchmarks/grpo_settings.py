@@ -35,10 +35,16 @@ _DANCEGRPO: dict[str, Any] = {
 }
 _NFT: dict[str, Any] = {
     "method": "nft",
-    "nft_timesteps": 2,
+    "noise_levels": 2,
     "nft_kl": 0.0,
     "init_same_noise": False,
     "kl_coef": None,
+}
+_AWM: dict[str, Any] = {
+    "method": "awm",
+    "noise_levels": 2,
+    "old_policy_kl": 0.1,
+    "init_same_noise": False,
 }
 _FEW_STEPS: dict[str, Any] = {"sampling_steps": 4, "window_size": 1}
 #: Every rollout of the baseline serves one update, so that nothing is clipped.
@@ -55,6 +61,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "third of 4 steps": {**_FEW_STEPS, "window_range": [0.5, 0.75]},
     "NFT": _NFT,
     "NFT, 6 steps": {**_NFT, "sampling_steps": 6},
+    "AWM": _AWM,
+    "AWM, 6 steps": {**_AWM, "sampling_steps": 6},
     "reward gradients": {
         "method": "refl",
         "num_generations": 1,
@@ -100,7 +108,7 @@ _WHOLE: dict[str, Any] = {
 }
 _FORWARD: dict[str, Any] = {
     "method": "nft",
-    "nft_timesteps": 2,
+    "noise_levels": 2,
     "init_same_noise": False,
     "nft_kl": 1e-3,
     "kl_coef": None,

@@ -8,13 +8,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-#: Where each public name is defined; only `TrainState` and `sample` need torch there.
+#: Where each public name is defined; `Sample`, `TrainState` and `sample` need torch there.
 _PUBLIC = {
     "Callback": "finetrainers.training.callbacks.base",
     "ConfigError": "finetrainers.config.errors",
     "Facts": "finetrainers.config.facts",
     "Family": "finetrainers.models.registry",
-    "Sample": "finetrainers.training.callbacks.base",
+    "Sample": "finetrainers.training.state",
     "Section": "finetrainers.config.base",
     "TrainConfig": "finetrainers.config.root",
     "TrainResult": "finetrainers.runs.training",
@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     from finetrainers.results.reports.write import report
     from finetrainers.runs.training import TrainResult, train
     from finetrainers.sampling.run import sample
-    from finetrainers.training.callbacks.base import Callback, Sample
-    from finetrainers.training.state import TrainState
+    from finetrainers.training.callbacks.base import Callback
+    from finetrainers.training.state import Sample, TrainState
 
     from .config.base import Section
     from .config.errors import ConfigError

@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from real_process import Python
 from refusals import refused_command
 
 from finetrainers.cli.main import main
+from finetrainers.config.help import help_text
 from finetrainers.config.methods import METHODS
+from finetrainers.config.root import TrainConfig, fields
 from finetrainers.models.family import FAMILIES
 from finetrainers.rewards.registry import REWARDS
 from finetrainers.utils.video import write_mp4
@@ -104,7 +106,12 @@ def separate_registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for registry in (FAMILIES, METHODS, REWARDS):
         for name in ("registered", "packages", "broken", "_loaded"):
             monkeypatch.setattr(registry, name, getattr(registry, name).copy())
+    tables = {*TrainConfig.model_fields}
     yield
+    for name in {*TrainConfig.model_fields} - tables:
+        del TrainConfig.model_fields[name]
+        TrainConfig.model_rebuild(force=True)
+        fields.cache_clear()
     for name in {*sys.modules} - modules:
         if not name.startswith("finetrainers"):
             del sys.modules[name]
@@ -174,7 +181,7 @@ def test_every_command_works_with_a_family_a_method_and_a_reward_of_packages(
     planned = output["estimate --config run.toml --output_dir other --gpu 24GB"]
     assert re.search(r"activations.*VAE.*skyreels_t2v", planned)
     assert re.findall(r"^  (model family|method|reward) +(\w+)", output["models"], re.M) == [
-        ("model family", "skyreels_t2v"), ("method", "anchored"), ("reward", "redness"),
+        ("model family", "skyreels_t2v"), ("method", "anchored"), ("method", "weighted"), ("reward", "redness"),
     ]  # fmt: skip
     changed = "train --config run.toml --train_steps 3 --resume_from_checkpoint latest --anchored.strength 0.6"
     assert "anchored.strength" in output[changed]
@@ -187,6 +194,39 @@ def test_every_command_works_with_a_family_a_method_and_a_reward_of_packages(
     assert [record["distance"] > 0 for record in records if "distance" in record] == [False, True]
     assert {"eval_reward/redness", "eval_loss"} <= {name for record in records for name in record}
     assert list((work / "sampled").rglob("*.mp4"))
+
+
+@pytest.mark.usefixtures("separate_registries")
+def test_a_method_of_a_package_uses_the_options_of_reward_finetuning(
+    site: Path, tmp_path: Path, tiny_repo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text("a red ball\na cat\n")
+    Path("run.toml").write_text(
+        f'pretrained_model_name_or_path = "{tiny_repo("ltx_video")}"\nmethod = "weighted"\nprompts = "prompts.txt"\n'
+        'reward = ["brightness"]\nrollout_size = "9x64x64"\nprompts_per_step = 2\nnum_generations = 2\n'
+        "batch_size = 2\nsampling_steps = 2\ninit_same_noise = false\nnoise_levels = 2\nadvantage_clip = 3\n"
+        'eta = 0.5\nrank = 4\nlora_alpha = 4\nlr = 1e-2\ntrain_steps = 2\noutput_dir = "run"\n'
+    )
+    command = ["train", "--config", "run.toml"]
+    assert main([*command, "--dry_run"]) == 0
+    warned = capsys.readouterr().out.partition("options that differ")[0]
+    assert re.search(r"warning: --eta .* --method weighted$", warned, re.MULTILINE)
+    assert "advantage_clip" not in warned
+    assert main(command) == 0
+    records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record.get("grad_norm", 0) > 0] == [1, 2]
+    assert all("reward/brightness" in record for record in records if "loss" in record)
+    for given, refused in (
+        (["--refl_kind", "draft-lv"], ("--method", "unsupported")),
+        (["--init_same_noise"], ("--init_same_noise", "unsupported")),
+        (["--data_root", "."], ("--data_root", "unsupported")),
+        (["--num_generations", "1"], ("--num_generations", "invalid")),
+    ):
+        assert refused_command([*command, *given, "--output_dir", "other"])[1] == [refused], given
+    assert re.search(r"Methods: .*nft,.*\sweighted\.", help_text("train", "noise_levels"), re.DOTALL)
 
 
 @pytest.mark.rotating

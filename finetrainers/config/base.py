@@ -25,7 +25,8 @@ class Section(BaseModel):
     can exist, and `~` in them is the home directory. A field may ask for more, or say `allow_inf_nan=True`.
 
     Attributes:
-        methods: the methods that read these options; empty if all do. With another method they are an error.
+        methods: the methods that read these options, each a name or a trait as in `Option.readers`; empty if all do.
+            With another method they are an error.
         in_plan: whether the plan of the method's work lists which of these options a resumed run must keep.
         qualified: whether flags have the table's name in front, as `--dpo.beta`; then names need not be unique.
     """

@@ -12,9 +12,10 @@ from pydantic import BeforeValidator, SecretStr, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 from .frame_conditioning import FrameKind
+from .methods import METHODS
 from .option import Option
 from .rewards import RewardEntry
-from .root import TrainConfig, fields, flat_name, sections
+from .root import TrainConfig, fields, flat_name, readers, sections
 from .shape import choices, escape_cell, is_list, is_switch, kind, value_cell
 from .stages import Load
 from .values import Steps
@@ -87,14 +88,24 @@ def configuration_page() -> str:
     """Return the text of docs/reference/configuration.md."""
     lines = [_INTRO]
     for table, section in sections().items():
-        description = fill(TrainConfig.model_fields[table].description or "", 118)
+        description = TrainConfig.model_fields[table].description or ""
+        if section.methods:
+            description += f" Methods: {_methods(flat_name(next(iter(section.model_fields)), table))}."
+        description = fill(description, 118)
         lines += [f"\n## [{table}]\n", f"{description}\n", "| option | type | default | |", "|---|---|---|---|"]
         schemas = section.model_json_schema()["properties"]
         for key, field in section.model_fields.items():
             default = "required" if field.is_required() else value_cell(field.default)
-            cells = (_type_text(field, schemas[key]), default, escape_cell(field.description or ""))
-            lines.append(f"| `{flat_name(key, table)}` | {' | '.join(cells)} |")
+            name = flat_name(key, table)
+            methods = f" Methods: {_methods(name)}." if fields()[name].readers else ""
+            cells = (_type_text(field, schemas[key]), default, escape_cell(field.description or "") + methods)
+            lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _methods(name: str) -> str:
+    """Return the methods of this package that read an option."""
+    return ", ".join(f"`{method}`" for method in readers(name) if method not in METHODS.packages)
 
 
 def _type_text(field: FieldInfo, schema: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from .methods import trait
 from .rewards import RewardEntry, options_text, reward_labels
 from .root import TrainConfig
 
@@ -41,7 +42,8 @@ def hacking_rule(config: TrainConfig) -> HackingRule | None:
 
 def measures_kl(config: TrainConfig) -> bool:
     """Return whether the loss measures the KL to the reference model."""
-    return bool(config.grpo.nft_kl if config.training.method == "nft" else config.grpo.kl_coef)
+    option = trait(config.training.method, "kl_option")
+    return bool(option and config.get(option))
 
 
 def held_out_rewards(config: TrainConfig) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from finetrainers.utils.reading import read_text
 from .errors import ConfigError, Problem
 from .methods import METHODS
 from .names import INSTEAD, SAME, other_names, suggest_option
-from .root import TrainConfig, fields, has_table
+from .root import TrainConfig, fields, has_table, readers, sections
 from .shape import choices, is_list, is_switch, kind, value_text
 
 _END = """more help:
@@ -120,22 +120,22 @@ def help_text(prog: str, word: str | None, *, guide: Guide = TRAIN) -> str:
         METHODS.all()
     elif word is not None and name not in fields():
         has_table(name.partition(".")[0])
-    sections = _by_section(fields())
+    names_by_section = _by_section(fields())
     if word in (None, "all"):
         examples = "\n".join(f"  {prog} {example}" for example in guide.examples)
         paragraphs = [_wrapped(paragraph) for paragraph in guide.description.split("\n\n")]
         parser.description = "\n\n".join([*paragraphs, f"examples:\n{examples}"])
-        parser.epilog = _END.format(sections=_wrapped(f"sections: {' '.join(sections)}"))
+        parser.epilog = _END.format(sections=_wrapped(f"sections: {' '.join(names_by_section)}"))
         general = parser.add_argument_group("general")
         general.add_argument("--config", metavar="FILE", help=_CONFIG)
         general.add_argument("--list_models", action="store_true", help="Print the model families and exit.")
-        groups = guide.common if word is None else sections
+        groups = guide.common if word is None else names_by_section
     else:
         parser.usage = argparse.SUPPRESS
         parser.description = _wrapped(INSTEAD.get(name, ""))
-        groups = {name: sections[name]} if name in sections else _by_section(_matching_options(name))
+        groups = {name: names_by_section[name]} if name in names_by_section else _by_section(_matching_options(name))
         if not groups and not parser.description:
-            nothing = f"unknown option or section {name!r}; sections: {' '.join(sections)}"
+            nothing = f"unknown option or section {name!r}; sections: {' '.join(names_by_section)}"
             raise ConfigError([Problem("--help", nothing, "unknown")], of="this command")
     for title, names in groups.items():
         description = TrainConfig.model_fields[title].description if word is not None else None
@@ -193,6 +193,8 @@ def _add(group: Any, name: str, *, in_full: bool) -> None:
     if choice and not in_line:
         listed = in_full or len(choice) <= _LONG
         text += f" One of: {choice.replace(',', ', ')}." if listed else f" Values: see --help {name}."
+    if in_full and (sections()[option.section].methods or option.readers):
+        text += f" Methods: {', '.join(readers(name))}."
     if in_full and other_names(name):
         text += f" Also accepted: {', '.join(f'--{other}' for other in other_names(name))}."
     if field.default not in (None, []):

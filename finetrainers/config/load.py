@@ -25,10 +25,9 @@ from .dialects.diffusion_pipe import is_diffusion_pipe, translate_document
 from .errors import ConfigError, Problem, value_kind, value_message
 from .files import read_text
 from .given import Locate, RawOptions
-from .grpo import COMPARING_METHODS
-from .methods import METHODS
+from .methods import METHODS, trait
 from .names import DEPENDENT, INSTEAD, SAME, VALUES, translate_dependent, translate_names, unknown_option
-from .presets import fill_preset
+from .presets import fill_preset, imply_method
 from .root import OWN_TABLES, TrainConfig, belongs, fields, flat_name, former_names, has_table, sections, split_name
 
 if TYPE_CHECKING:
@@ -231,9 +230,10 @@ def build_config(sources: Sequence[RawOptions]) -> TrainConfig:
     method = next((source.values["method"] for source in reversed(sources) if "method" in source.values), None)
     merged = RawOptions()
     for source in sources:
-        translate_names(source, others=FOREIGN if method in COMPARING_METHODS else ())
+        translate_names(source, others=FOREIGN if trait(method, "compares") else ())
         merged.override(source)
     translate_dependent(merged)
+    imply_method(merged)
     translate(merged)
     fill_preset(merged)
     if os.environ.get("RANK", "0") == "0":

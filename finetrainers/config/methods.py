@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from finetrainers.utils.addresses import resolve
 from finetrainers.utils.registry import Registry
 
 from .base import Section
@@ -69,5 +71,24 @@ def _describe(value: Any) -> str:
 
 
 METHODS: Registry[TrainingMethod] = Registry(
-    "method", "methods", problem=_problem, origins=lambda method: (method.method,)
+    "method", "methods", problem=_problem, origins=lambda method: (method.method,), module="methods.registry"
 )
+
+
+def trait(method: Any, name: str) -> Any:
+    """Return an attribute of the `MethodSpec` of a method, or None if there is no such method, spec or attribute."""
+    declared = METHODS.get(method) if isinstance(method, str) else None
+    spec = None if declared is None else declared.spec
+    try:
+        return getattr(resolve(spec) if isinstance(spec, str) else spec, name, None)
+    except (ImportError, AttributeError):  # `spec_problem` reports it
+        return None
+
+
+def is_reader(method: Any, readers: Sequence[str]) -> bool:
+    """Return whether a method is among the readers of options; see `Option.readers`."""
+    for reader in readers:
+        name, equals, value = reader.partition("=")
+        if method == reader or (trait(method, name) == value if equals else trait(method, name) is True):
+            return True
+    return False

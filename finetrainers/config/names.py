@@ -332,9 +332,6 @@ def translate_dependent(options: RawOptions) -> None:
         options.refuse("start_from_scratch", f"must be true or false, got {scratch!r}")
     if algorithm not in (None, "grpo", "nft"):
         options.refuse("rl_algorithm", f"must be grpo or nft, got {algorithm!r}; use --method instead", kind="unknown")
-    elif algorithm is None and method == "grpo" and values.get("grpo_preset") == "nft":
-        values["method"] = "nft"
-        options.notes.append("--grpo_preset nft implies --method nft")
     elif algorithm == "nft" and method == "grpo":
         values["method"] = "nft"
         options.notes.append(f"{where['rl_algorithm']} nft is now --method nft")

@@ -35,7 +35,8 @@ class Option:
         encodes: the cached encodings that depend on which model part it chooses.
         place: `model` for a hub id or directory of model files, `input` for data and prompts that a run reads,
             `folder` for a folder that a run creates.
-        method: the method, or the methods `A|B`, that read it, if not all of its section's do.
+        readers: the methods that read it, if not all of its section's do: the name of a method, a `TRAIT` that the
+            methods' `MethodSpec` declares true, or `TRAIT=VALUE`.
         needs: the option without which it has no effect; with `=VALUE|VALUE`, the values that it needs.
         former_name, former_table: its name and its table in earlier versions; still read.
     """
@@ -50,7 +51,7 @@ class Option:
     local: bool = False
     encodes: Literal["text", "vae", "both"] | None = None
     place: Literal["model", "input", "folder"] | None = None
-    method: str | None = None
+    readers: str | None = None
     needs: str | None = None
     former_name: str | None = None
     former_table: str | None = None

@@ -165,7 +165,7 @@ class Options(TypedDict, total=False):
     fit_gpu: bool
     prompts: str | PathLike[str] | None
     reward: Sequence[str | RewardEntry | Mapping[str, Any]]
-    grpo_preset: Literal["dancegrpo", "flow-grpo", "flow-grpo-fast", "mixgrpo", "nft", "flash"] | None
+    grpo_preset: Literal["dancegrpo", "flow-grpo", "flow-grpo-fast", "mixgrpo", "nft", "awm", "flash"] | None
     rollout_size: str | tuple[int, int, int] | None
     prompts_per_step: int
     num_generations: int
@@ -200,8 +200,12 @@ class Options(TypedDict, total=False):
     kl_space: Literal["velocity", "mean", "rate"]
     nft_beta: float
     nft_kl: float
-    nft_decay: str | Sequence[float]
-    nft_timesteps: int
+    old_policy_decay: str | Sequence[float]
+    noise_levels: int
+    noise_level_range: str | Sequence[float]
+    old_policy_kl: float
+    matching_loss: Literal["uniform", "t", "t2", "ghuber"]
+    matching_power: float
     trajectory_dtype: Literal["fp32", "bf16", "fp16"] | dtype
     offload_trajectory: bool
     reward_fps: float | None

@@ -14,7 +14,7 @@ from typing import Any
 from finetrainers.utils.launch import launched_to_split_weights
 
 from .given import RawOptions
-from .grpo import COMPARING_METHODS
+from .methods import trait
 from .shape import value_cell
 
 #: Values and their sources, by option.
@@ -27,6 +27,7 @@ class Preset:
 
     Attributes:
         title: name of the method.
+        method: the `--method` whose settings these are; the default one of reward finetuning gives way to it.
         reference: paper and code.
         settings: option to value, whatever is trained.
         lora: further ones for `--training_type lora`, if published.
@@ -37,6 +38,7 @@ class Preset:
     title: str
     reference: str
     settings: Settings
+    method: str = "grpo"
     lora: Settings = field(default_factory=dict)
     full: Settings = field(default_factory=dict)
     omitted_settings: tuple[str, ...] = ()
@@ -45,6 +47,15 @@ class Preset:
         """Return option to value, for LoRA or full finetuning."""
         extra = self.lora if training_type == "lora" else self.full
         return {name: value for name, (value, _) in {**self.settings, **extra}.items()}
+
+
+def imply_method(source: RawOptions) -> None:
+    """Replace policy gradients, the default of reward finetuning, by the method that the named preset belongs to."""
+    options, name = source.values, source.values.get("grpo_preset")
+    preset = PRESETS.get(name) if isinstance(name, str) else None
+    if preset is not None and options.get("method") == Preset.method != preset.method:
+        options["method"] = preset.method
+        source.notes.append(f"--grpo_preset {name} implies --method {preset.method}")
 
 
 def fill_preset(source: RawOptions) -> None:
@@ -74,7 +85,7 @@ def preset_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the preset named in `options`; empty without a known one, or for another method."""
     name = options.get("grpo_preset")
     preset = PRESETS.get(name) if isinstance(name, str) else None
-    if preset is None or options.get("method") not in COMPARING_METHODS:
+    if preset is None or not trait(options.get("method"), "compares"):
         return {}
     settings = preset.options(options.get("training_type") or "lora")
     # An amount of noise is in units of its kernel.
@@ -117,6 +128,8 @@ _FLOW_CODE = "`train_sd3.py`"
 _FAST = "`config/grpo.py`, `geneval_sd3_fast_nocfg`"
 _NFT = "`config/nft.py`, `sd3_geneval`"
 _NFT_CODE = "`train_nft_sd3.py`"
+_AWM = "`config/dgx_awm.py`"
+_AWM_CODE = "`train_sd3_awm.py`"
 _FLASH = "`config/dgx.py`"
 _FLASH_CODE = "its trainer"
 _EMA = "(0.9 every 8 steps, as a decay per step)"
@@ -220,11 +233,12 @@ PRESETS: dict[str, Preset] = {
     "nft": Preset(
         title="DiffusionNFT",
         reference="arXiv:2509.16117, github.com/NVlabs/DiffusionNFT",
+        method="nft",
         settings={
             **_from(_NFT, sampling_steps=10, num_generations=24, prompts_per_step=48,
                     updates_per_rollout=1, rollout_cfg=1.0, nft_beta=1.0, nft_kl=1e-4),
-            **_from(f"{_NFT_CODE}, `decay_type` 1", nft_decay=[0.0, 0.001, 0.5]),
-            **_from("`config/base.py`: 0.99 of 10 steps", nft_timesteps=9),
+            **_from(f"{_NFT_CODE}, `decay_type` 1", old_policy_decay=[0.0, 0.001, 0.5]),
+            **_from("`config/base.py`: 0.99 of 10 steps", noise_levels=9),
             **_FLOW_SHARED,
             **_from(_FLOW_BASE, advantage="global_std", use_ema=True),
             **_from(_NFT_CODE, init_same_noise=False, ema_decay=0.9, lr_scheduler="constant"),
@@ -233,8 +247,33 @@ PRESETS: dict[str, Preset] = {
         omitted_settings=(
             "of the checkpoint: images of 512x512;",
             "clips are sampled with a second-order solver there, with Euler steps here;",
-            "`nft_beta` is 0.1 and `sampling_steps` 25 for several rewards; for OCR `nft_beta` is 0.1, `nft_decay` "
-            "75:0.0075:0.999 and `updates_per_rollout` 2; full finetuning is refused there.",
+            "`nft_beta` is 0.1 and `sampling_steps` 25 for several rewards; for OCR `nft_beta` is 0.1, "
+            "`old_policy_decay` 75:0.0075:0.999 and `updates_per_rollout` 2; full finetuning is refused there.",
+        ),
+    ),
+    "awm": Preset(
+        title="AWM, Advantage Weighted Matching",
+        reference="arXiv:2509.25050, github.com/scxue/advantage_weighted_matching",
+        method="awm",
+        settings={
+            **_from(_AWM, sampling_steps=14, num_generations=24, updates_per_rollout=1, rollout_cfg=1.0,
+                    noise_levels=6, matching_loss="ghuber", matching_power=0.25, advantage="global_std",
+                    use_ema=True, ema_decay=0.99),
+            **_from(f"{_AWM}: 1728 images", prompts_per_step=72),
+            **_from(f"{_AWM}, `discrete_wo_init` and 0.9: steps 2 to 12", noise_level_range=[0.07, 0.86]),
+            **_from(f"{_AWM}, GenEval: `beta` and `ema_beta`", kl_coef=0.001, old_policy_kl=1.0),
+            **_from(f"{_AWM} and {_AWM_CODE}", old_policy_decay=[0.0, 0.001, 0.3]),
+            **_FLOW_SHARED,
+            **_from(_AWM_CODE, init_same_noise=False, lr_scheduler="constant"),
+        },
+        lora={**_from(_AWM, lr=3e-4), **_from(_AWM_CODE, rank=32, lora_alpha=64)},
+        omitted_settings=(
+            "of the checkpoint: images of 512x512;",
+            "`kl_coef` is 0.003 for OCR and 0.0001 for PickScore, which takes 24 prompts and also the first step;",
+            "`clip_range` is 1, the default here, without effect on the only update of a rollout;",
+            "images are sampled with SA-Solver there, with Euler steps here; the images of a batch share their noise "
+            "levels there, and each clip draws separate ones here;",
+            "nothing is published for full finetuning.",
         ),
     ),
     "flash": Preset(

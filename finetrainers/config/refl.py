@@ -13,7 +13,7 @@ from .values import Fractions, range_between
 class ReFLSection(Section):
     """Reward gradients: backpropagate a differentiable reward through the last denoising steps (DRaFT, ReFL)."""
 
-    methods = ("refl",)
+    methods = ("differentiates",)
 
     refl_kind: Literal["draft", "draft-lv", "refl"] = option("draft", "Steps to backpropagate the reward through: "
         "the last `draft_k` (`draft`), the last one, from several noised copies of the clip (`draft-lv`), or a "

@@ -14,7 +14,7 @@ from finetrainers.utils.json_objects import PACKAGES
 from .base import Section
 from .dpo import DPOSection
 from .grpo import GRPOSection
-from .methods import METHODS, TrainingMethod
+from .methods import METHODS, TrainingMethod, is_reader
 from .option import Option, read_option
 from .parallel import ParallelSection
 from .refl import ReFLSection
@@ -196,6 +196,21 @@ def fields() -> dict[str, Option]:
             assert name not in options, f"option {name} is defined in two sections"
             options[name] = read_option(name, table, key, field)
     return options
+
+
+def reads(method: str, name: str) -> bool:
+    """Return whether a method reads an option, by what both declare."""
+    option = fields()[name]
+    table = sections()[option.section].methods
+    return (not table or is_reader(method, table)) and (option.readers is None or is_reader(method, [option.readers]))
+
+
+def readers(name: str) -> list[str]:
+    """Return the methods that read an option. Installed packages are searched unless the option names its methods."""
+    option = fields()[name]
+    declared = [option.readers] if option.readers else sections()[option.section].methods
+    methods = METHODS.all() if not declared or None in map(METHODS.get, declared) else declared
+    return [method for method in methods if reads(method, name)]
 
 
 def flat_name(key: str, table: str | None) -> str:

@@ -317,8 +317,8 @@ class TrainingSection(Section):
     training_type: Literal["lora", "full-finetune"] = option("lora", "Train a LoRA adapter, or all weights of the "
         "transformer.", resume="same")
     method: str = option("sft", "Training method: supervised finetuning on clips (`sft`), reward finetuning by "
-        "policy gradient (`grpo`), DiffusionNFT (`nft`) or reward gradient (`refl`), or preference finetuning on "
-        "pairs (`dpo`).", resume="same")
+        "policy gradient (`grpo`), DiffusionNFT (`nft`), AWM (`awm`) or reward gradient (`refl`), or preference "
+        "finetuning on pairs (`dpo`).", resume="same")
     seed: int = option(42, "Seed of all random numbers of the run.", resume="rng", ge=0, lt=2**31)
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(None, "Autocast dtype. The default is that of "
         "`accelerate launch`, else `transformer_dtype`.", resume="free")

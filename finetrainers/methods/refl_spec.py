@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from finetrainers.config.checks.findings import Finding
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 
+from .grpo.option_rules import check_reward_gradients
 from .grpo.prompts.plan import PromptPlan
 from .grpo.spec import RewardFinetuning, sampled_clips
 from .spec import MethodMemory, registry
@@ -20,6 +23,16 @@ if TYPE_CHECKING:
 
 class DifferentiableRewards(RewardFinetuning):
     """Reward gradients, which sample clips for prompts, as policy gradients do, and differentiate the rewards."""
+
+    compares = False
+    differentiates = True
+
+    def option_rules(self, config: TrainConfig, facts: Facts, *, world_size: int) -> Iterator[Finding]:
+        yield from super().option_rules(config, facts, world_size=world_size)
+        yield from check_reward_gradients(config)
+
+    def repeats(self, config: TrainConfig) -> int:
+        return config.refl.repeats()
 
     def problems(self, config: TrainConfig) -> list[Problem]:
         problems = super().problems(config)
@@ -42,12 +55,6 @@ class DifferentiableRewards(RewardFinetuning):
                 "expert; train --expert low, or use --refl_kind refl with a --refl_range of this expert"
             )
             raise ConfigError([Problem("--method refl", message, "conflict")])
-
-    def accumulates(self, config: TrainConfig) -> bool:
-        return config.refl.repeats() > 1 or sampled_clips(config) > config.dataloader.batch_size
-
-    def uses_reference(self, config: TrainConfig) -> bool:
-        return config.grpo.kl_coef > 0
 
     def decode_gradient(
         self, config: TrainConfig, size: tuple[int, int, int], geometry: Geometry
@@ -81,7 +88,7 @@ class DifferentiableRewards(RewardFinetuning):
     ) -> MethodMemory:
         """Return the memory of each clip's latents before every trained step and of their adjoints, in fp32."""
         needs_copy = config.training.training_type == "full-finetune" and self.uses_reference(config)
-        each = 4.0 * math.prod(latent) * 2 * config.refl.repeats()
+        each = 4.0 * math.prod(latent) * 2 * self.repeats(config)
         return MethodMemory(
             copies=reference if needs_copy else 0.0,
             trajectories=sampled_clips(config) * each,

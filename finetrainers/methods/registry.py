@@ -113,11 +113,14 @@ def plan_work(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool)
     return method_spec(config).plan(config, geometry, sizes_are_wrong=sizes_are_wrong)
 
 
-_REWARDED = "finetrainers.methods.grpo.spec:RewardFinetuning"
-
 register_method("sft", "finetrainers.methods.sft:SFT", spec="finetrainers.methods.sft_spec:SupervisedFinetuning")
-register_method("grpo", "finetrainers.methods.grpo.method:GRPO", spec=_REWARDED)
-register_method("nft", "finetrainers.methods.grpo.nft:NFT", spec=_REWARDED)
+register_method("grpo", "finetrainers.methods.grpo.method:GRPO", spec="finetrainers.methods.grpo.spec:PolicyGradients")
+register_method(
+    "nft", "finetrainers.methods.grpo.nft:NFT", spec="finetrainers.methods.grpo.forward_spec:ImplicitPolicies"
+)
+register_method(
+    "awm", "finetrainers.methods.grpo.awm:AWM", spec="finetrainers.methods.grpo.forward_spec:AdvantageMatching"
+)
 register_method(
     "refl", "finetrainers.methods.refl:RewardGradients", spec="finetrainers.methods.refl_spec:DifferentiableRewards"
 )

@@ -29,6 +29,7 @@ class SupervisedFinetuning(MethodSpec):
     """Supervised finetuning on clips; prior preservation compares the network with the base model."""
 
     learns_clips = True
+    takes_media = True
     reference = "base"  # the abilities to preserve are those before any finetuning
 
     def survey(self, config: TrainConfig, geometry: Geometry, options: ProbeOptions | None = None) -> DatasetPlan:

@@ -227,7 +227,17 @@ class MethodSpec:
             conditioning frames, each with what to use instead, or ''. A run warns of them where they are set, and
             announces none.
         learns_clips: whether it imitates clips, so that recommended settings of a LoRA apply where steps are open.
-        samples: whether it samples the clips that it trains on, so that a run has rollouts and rewards.
+        takes_media: whether it trains checkpoints that take further media with each clip.
+        samples: whether it samples the clips that it trains on, so that a run has rollouts and rewards. Options name
+            this trait and those below as their readers; see `Option.readers`.
+        compares: whether it compares the clips of a prompt, so that scores become advantages.
+        trains_steps: whether it trains denoising steps of rollouts, which must be stochastic.
+        trains_noised: whether it adds new noise to sampled clips, and compares predictions with an older policy's.
+        contrasts: whether it contrasts policies that are implied by its prediction and the older one.
+        matches: whether the loss of pretraining is its log-likelihood of a clip.
+        clips_ratio: whether its loss clips the ratio of policies.
+        differentiates: whether it backpropagates rewards through the VAE and the last denoising steps.
+        kl_option: option that weighs the distance to the reference model, or None if the loss has none.
         reference: the reference model of a run that begins with a LoRA: the network with it (`start`), or without it
             (`base`).
         source: address of the class of the `BatchSource`, which is made when clips can be encoded; all take the
@@ -238,7 +248,16 @@ class MethodSpec:
     state_name = "state of the method"
     unread: Mapping[str, str] = {}
     learns_clips = False
+    takes_media = False
     samples = False
+    compares = False
+    trains_steps = False
+    trains_noised = False
+    contrasts = False
+    matches = False
+    clips_ratio = False
+    differentiates = False
+    kl_option: str | None = None
     reference: Literal["start", "base"] = "start"
     source = "finetrainers.data.loading.training_data:TrainingData"
 

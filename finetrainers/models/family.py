@@ -35,6 +35,8 @@ from .files.hub import OFFLINE, ask, download_advice
 from .lookalikes import class_lookalike, id_lookalike
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from .spec import ModelSpec
 
 #: Learning rate of recipes that do not lower it: options of `LoRASettings`.
@@ -73,9 +75,11 @@ class Family:
     tiny: str | None = None
     tiny_versions: tuple[str, ...] = ()
 
-    def load(self, config: ModelSection) -> ModelSpec:
-        """Return the family's spec for one checkpoint (imports torch)."""
-        return resolve(self.spec)(config, name=self.name, read=self.read)
+    def load(self, config: ModelSection, network: nn.Module | None = None) -> ModelSpec:
+        """Return the family's spec for one checkpoint, and for a network instead of its own (imports torch)."""
+        spec: ModelSpec = resolve(self.spec)(config, name=self.name, read=self.read)
+        spec.network = network
+        return spec
 
     @cached_property
     def facts(self) -> Facts:

@@ -66,7 +66,7 @@ class CustomParts:
     lr_at: Callable[[int], float] | None = None
 
     @property
-    def given(self) -> dict[str, Any]:
+    def by_name(self) -> dict[str, Any]:
         """The parts that are not None, by name."""
         return {part.name: value for part in fields(self) if (value := getattr(self, part.name)) is not None}
 
@@ -84,7 +84,7 @@ class CustomParts:
             problems += self._conflicts(config)
         if problems:
             raise ConfigError(problems)
-        options: dict[str, Any] = {"parts": [f"{name}={fingerprint(part)}" for name, part in self.given.items()]}
+        options: dict[str, Any] = {"parts": [f"{name}={fingerprint(part)}" for name, part in self.by_name.items()]}
         if self.lora is not None:
             options |= _lora_options(self.lora)
         return config if options == {"parts": config.run.parts} else load_config(config, **options)
@@ -92,9 +92,9 @@ class CustomParts:
     def _type_problems(self) -> Iterator[tuple[str, tuple[str, Kind]]]:
         """Yield the parts that are of the wrong type, each with the message."""
         for name in ("optimizer", "lr_at"):
-            if name in self.given and not callable(self.given[name]):
+            if name in self.by_name and not callable(self.by_name[name]):
                 argument = "parameters" if name == "optimizer" else "step"
-                yield name, (f"expected a function ({argument}), got {type(self.given[name]).__name__}", "invalid")
+                yield name, (f"expected a function ({argument}), got {type(self.by_name[name]).__name__}", "invalid")
         if self.network is not None:
             from torch.nn import Module
 
@@ -112,7 +112,7 @@ class CustomParts:
 
     def _conflicts(self, config: TrainConfig) -> Iterator[Problem]:
         """Yield the options that contradict the parts."""
-        for name in self.given.keys() & _EXCLUDED.keys():
+        for name in self.by_name.keys() & _EXCLUDED.keys():
             for option in _EXCLUDED[name]:
                 if config.changed(option):
                     yield Problem(f"--{option}", f"cannot be combined with {name}=; remove one of them", "conflict")
@@ -128,7 +128,7 @@ def missing_part_problems(parts: CustomParts, config: TrainConfig) -> Iterator[P
     """Yield the parts that a configuration was trained with, and that are not given."""
     for part in config.run.parts:
         name = part.partition("=")[0]
-        if name not in parts.given:
+        if name not in parts.by_name:
             message = (
                 f"the configuration requires {part}; call train(config, {name}=...) in Python, or set `parts = []` to "
                 "train without it"

@@ -80,9 +80,7 @@ class ResolvedRun:
     @property
     def spec(self) -> ModelSpec:
         """The model's spec, which needs torch."""
-        spec = self.family.load(self.config.model)
-        spec.network = self.parts.network
-        return spec
+        return self.family.load(self.config.model, self.parts.network)
 
     @property
     def sampled(self) -> list[ValidationPrompt]:

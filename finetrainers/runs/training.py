@@ -181,8 +181,8 @@ def train(
         network: transformer of the model's class or of a subclass, instead of the one of the checkpoint. The run trains
             a copy; the network stays as it is.
         lora: settings of the LoRA, such as `rank_pattern`, instead of `rank` and its other options.
-        method: class that computes the loss, such as a subclass of `finetrainers.methods.sft.SFT`. Options and data are
-            those of the configured method.
+        method: class that computes the loss, such as a subclass of the configured method's, whose options and data it
+            has.
         optimizer: returns the optimizer over the trainable parameters that it is given.
         lr_at: learning rate of optimizer step n, from 0, for all parameter groups.
 

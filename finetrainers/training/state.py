@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from finetrainers.config.root import TrainConfig
@@ -19,7 +21,6 @@ from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.init_distributed import retry_refusal
 from finetrainers.rundir.run_dir import RunDirectory
 
-from .callbacks.base import Sample
 from .control import Requests
 from .guards.hacking import HackingGuard
 from .guards.memory import MemoryGuard
@@ -66,6 +67,25 @@ class Guards:
         self.memory.load_state_dict(state["fits"])
         if self.hacking is not None:
             self.hacking.load_state_dict(state.get("hacking", {}))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample of the current weights.
+
+    Attributes:
+        prompt: its prompt.
+        frames: `[T, H, W, 3]` uint8.
+        fps: frames per second.
+        path: its file.
+        number: position among the samples of all processes.
+    """
+
+    prompt: str
+    frames: np.ndarray
+    fps: float
+    path: Path
+    number: int
 
 
 @dataclass

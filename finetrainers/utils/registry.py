@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import lru_cache
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any, Generic, TypeVar
 
 from .addresses import describe_address, same_origin
@@ -40,19 +40,22 @@ class Registry(Generic[T]):
         problem: Callable[[str, Any], str | None],
         origins: Callable[[Any], tuple[Any, ...]],
         added: Callable[[str, T], str | None] = lambda name, value: None,
+        module: str = "",
     ) -> None:
         """Args:
         noun, group: see the class.
         problem: returns why an object cannot have a name, to follow its description, or None if it can.
-        origins: returns what defines an object; another one whose definitions are in the same modules takes its place,
-            as notebook cells are edited and run again.
+        origins: returns the functions, classes and addresses of an object. It replaces an object of its name if theirs
+            are from the same modules: notebook cells are edited and run again.
         added: takes note of a new object; returns why it cannot, as `problem` does, or None if it can.
+        module: module below `finetrainers` that registers the objects of this package, imported like an entry point.
         """
         self.noun, self.group = noun, group
         self.registered: dict[str, T] = {}
         self.packages: dict[str, str] = {}
         self.broken: list[str] = []
         self.added = added
+        self._module = module
         self._problem, self._origins = problem, origins
         self._loaded: set[metadata.EntryPoint] = set()
 
@@ -103,7 +106,11 @@ class Registry(Generic[T]):
         return "; ".join([f"unknown {self.noun} {name!r}{nearest(name, names)}", *self.broken])
 
     def _load(self, name: str | None) -> None:
-        """Register what installed packages offer under a name, or under any name."""
+        """Register what this package has, and what installed packages offer under a name, or under any name."""
+        if self._module:
+            import_module(f"finetrainers.{self._module}")
+        if name in self.registered:
+            return
         points = _entry_points(f"finetrainers.{self.group}", tuple(sys.path))
         for point in sorted(points, key=lambda point: (point.name, _package(point))):
             if point in self._loaded or name not in (None, point.name):

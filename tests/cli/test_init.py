@@ -203,6 +203,7 @@ def test_the_nearest_model_is_named(here: Path, capsys: pytest.CaptureFixture[st
     assert "Lightricks/LTX-Video" in capsys.readouterr().err
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gets_a_file_that_passes_its_dry_run(
     family: str, here: Path, tiny_repo: Callable[..., Path], capsys: pytest.CaptureFixture[str]

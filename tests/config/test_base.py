@@ -52,9 +52,9 @@ def test_no_number_is_infinite_nan_huge_or_true(name):
 
 
 def test_numbers_in_lists_follow_the_same_rules():
-    assert "at most 1e+12" in invalid(nft_decay=[0, 1e13, 0.5])
+    assert "at most 1e+12" in invalid(old_policy_decay=[0, 1e13, 0.5])
     assert "got [true, false]" in invalid(window_range=[True, False])
-    assert "finite" in invalid(nft_decay=["0", "nan", "0.5"])
+    assert "finite" in invalid(old_policy_decay=["0", "nan", "0.5"])
     assert "finite" in invalid(reward=["brightness=inf"])
     assert "got true" in invalid(reward=[{"name": "brightness", "batch_size": True}])
 

@@ -28,7 +28,8 @@ def test_flags_become_values():
     config, _ = parse_flags(
         [*FLAGS, "--prompts", "p.txt", "--reward", "brightness=0.5,every=2", "videoalign.vq,path=/ckpt",
             "--rollout_size",
-         "49x512x768", "--window_range", "0.25", "0.75", "--nft_decay", "75:0.0075:0.999", "--no-init_same_noise"]
+         "49x512x768", "--window_range", "0.25", "0.75", "--old_policy_decay", "75:0.0075:0.999",
+         "--no-init_same_noise"]
     )  # fmt: skip
     section = config.grpo
     assert section.reward == [
@@ -37,7 +38,7 @@ def test_flags_become_values():
     ]
     assert section.rollout_size == (49, 512, 768)
     assert section.window_range == [0.25, 0.75]
-    assert section.nft_decay == [75.0, 0.0075, 0.999]
+    assert section.old_policy_decay == [75.0, 0.0075, 0.999]
     assert section.init_same_noise is False
 
 
@@ -53,7 +54,7 @@ def test_rows_of_numbers_have_several_forms(value):
         ({"window_range": "0.1:0.2:0.3"}, "invalid", "at most 2 "),
         ({"window_range": [0.1, 1.2]}, "invalid", "at most 1,"),
         ({"window_range": ["a", "b"]}, "invalid", "'a'"),
-        ({"nft_decay": "0:1"}, "invalid", "at least 3 "),
+        ({"old_policy_decay": "0:1"}, "invalid", "at least 3 "),
         ({"rollout_size": "49x512"}, "invalid", "FRAMESxHEIGHTxWIDTH"),
         ({"reward": "brightness"}, "invalid", '["..."]'),
         ({"reward": ["two words"]}, "invalid", "NAME[=WEIGHT]"),
@@ -89,7 +90,8 @@ def test_everything_survives_the_file(tmp_path):
     config = load_config(
         **BASE, prompts="p.txt", reward=ENTRIES, eval_reward=["motion=0"], eval_prompts="e.txt",
         rollout_size="49x512x768",
-        window_range=[0.1, 0.7], nft_decay=[75, 0.0075, 0.999], best_of_n=4, clip_range=1e-5, sampler="cps", shift=3.0,
+        window_range=[0.1, 0.7], old_policy_decay=[75, 0.0075, 0.999], best_of_n=4,
+        clip_range=1e-5, sampler="cps", shift=3.0,
         init_same_noise=False, train_steps=4,
     )  # fmt: skip
     text = dump_toml(config)
@@ -127,7 +129,7 @@ def test_the_page_names_kinds():
         "| `reward` | reward list | none |",
         "| `rollout_size` | size | none |",
         "| `window_range` | number list | `0.0 0.5` |",
-        "| `nft_decay` | number list | `0.0 0.001 0.5` |",
+        "| `old_policy_decay` | number list | `0.0 0.001 0.5` |",
         "| `prompts` | path | none |",
         "| `video_resolution_buckets` | size list | none |",
         "| `target_modules` | text list |",

@@ -52,6 +52,11 @@ def test_count_mismatch_names_both_counts(root: Path) -> None:
         read_dataset(two_files(root, "a.mp4\nb.mov\nc.PNG", "one\ntwo\n"))
 
 
+def test_a_null_character_in_a_directory_is_that_of_its_item(root: Path) -> None:
+    items = read_dataset(two_files(root, "a.mp4\nb\0c/b.mov", "one\ntwo")).items
+    assert [item.unusable and item.unusable.status for item in items] == [None, "missing"]
+
+
 def test_a_blank_media_line_with_a_caption_is_named(root: Path) -> None:
     with refused("required", "videos.txt line 2 ", "prompts.txt", error=DataError):
         read_dataset(two_files(root, "a.mp4\n\nc.PNG", "one\ntwo\nthree"))

@@ -27,7 +27,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "nft-lora": (
         4,
         {
-            "method": "nft", "nft_timesteps": 1, "init_same_noise": False, "nft_kl": 1e-3, "kl_coef": None,
+            "method": "nft", "noise_levels": 1, "init_same_noise": False, "nft_kl": 1e-3, "kl_coef": None,
             "window_size": None, "window_range": None, "lr": 1.5e-2,
         },
     ),

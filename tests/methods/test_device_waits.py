@@ -40,6 +40,7 @@ def test_a_wait_is_recorded() -> None:
     assert waits == []
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("family", "version"), CHECKPOINTS)
 def test_no_loss_of_a_family_waits(family: str, version: str | None, tiny_repo: Callable[..., Path]) -> None:
     """From the second micro-batch on; the first copies tables. Models that take given frames get some."""

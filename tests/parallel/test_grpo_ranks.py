@@ -15,6 +15,7 @@ from rank_jobs import Jobs
 from safetensors.torch import load_file
 
 from finetrainers.config.load import load_config
+from finetrainers.config.methods import METHODS, trait
 from finetrainers.runs.training import train
 
 pytestmark = [
@@ -22,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
 ]
 
+AWM = {"prompts_per_step": 2, "method": "awm", "init_same_noise": False, "noise_levels": 2}
 #: A group of four clips is spread over both ranks where there is one prompt.
 JOBS: dict[str, dict[str, Any]] = {
     "groups": {"prompts_per_step": 2},
@@ -32,11 +34,14 @@ JOBS: dict[str, dict[str, Any]] = {
         "prompts_per_step": 2,
         "method": "nft",
         "init_same_noise": False,
-        "nft_timesteps": 2,
+        "noise_levels": 2,
         "seed": 0,
         "selective_rollouts": 1e-9,
         "advantage_std_floor": 1e-3,
     },
+    # Without copies of the weights, which no strategy that shards them can have, and with two of them.
+    "awm": {**AWM, "kl_coef": 0.1, "old_policy_kl": 0.0},
+    "awm twice": {**AWM, "updates_per_rollout": 2, "batch_size": 2},
     "refl": {"prompts_per_step": 2, "method": "refl", "draft_k": 2, "batch_size": 2, "kl_coef": 0.1, "train_steps": 1},
     "full": {"prompts_per_step": 2, "training_type": "full-finetune", "kl_coef": 0.1, "lr": 1e-3},
     "kept": {"prompts_per_step": 2, "best_of_n": 2, "batch_size": 2, "lr": 1e-3, "train_steps": 1},
@@ -58,6 +63,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "one group": {},
     "best of": {},
     "nft": {},
+    "awm": {},
+    "awm twice": {},
     "refl": {},
     "full": {},
     "best of, fsdp2": {"fsdp": "full"},
@@ -66,6 +73,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "refl, fsdp2": {"fsdp": "full"},
     "refl, zero-2": {"deepspeed": True},
     "nft, fsdp2": {"fsdp": "full"},
+    "awm, fsdp2": {"fsdp": "full"},
     "full, fsdp2": {"fsdp": "full", "sync_each_batch": True},
 }
 #: Without replay, against replay on one process. Of `drawn`, the ranks train other steps at the same time. Of `shared`,
@@ -165,7 +173,7 @@ def test_two_ranks_are_one(name: str, ranks: Jobs, alone: Callable[[str], Path])
             assert found[key] == pytest.approx(expected[key], rel=2e-3), (key, found["step"])
         if job == "nft":
             assert found["prompts_skipped"] == expected["prompts_skipped"] == found["step"] - 1
-        elif job != "refl":
+        elif job not in ("refl", "awm", "awm twice"):
             assert found["ratio_error"] == 0.0
     if job == "full":  # the model before training, a copy of which the strategy splits as well
         divergences = [record["kl"] for record in ranks[name][0]["metrics"]]
@@ -175,6 +183,12 @@ def test_two_ranks_are_one(name: str, ranks: Jobs, alone: Callable[[str], Path])
     ours, theirs = load_file(ranks.directory(name) / file), load_file(alone(job) / file)
     for key, value in ours.items():
         torch.testing.assert_close(value, theirs[key], rtol=1e-3, atol=1e-3)
+
+
+def test_every_method_that_samples_clips_is_here() -> None:
+    assert {job.get("method", "grpo") for job in JOBS.values()} == {
+        method for method in METHODS.registered if trait(method, "samples")
+    }
 
 
 def test_a_policy_that_is_swapped_in_whole_is_refused_in_shards(ranks: Jobs) -> None:

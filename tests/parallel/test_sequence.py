@@ -40,7 +40,7 @@ PROMPTS = {
 DPO = {**FULL, "method": "dpo", "dpo.beta": 50.0, "fsdp": "hybrid", "fsdp_group_size": 2}
 ZERO = {**FULL, "deepspeed": True, "zero_stage": 3}
 NFT = {
-    **PROMPTS, "method": "nft", "prompts_per_step": 2, "num_generations": 2, "nft_timesteps": 1,
+    **PROMPTS, "method": "nft", "prompts_per_step": 2, "num_generations": 2, "noise_levels": 1,
     "init_same_noise": False,
     "train_steps": 1,
 }  # fmt: skip

@@ -33,7 +33,8 @@ GRADIENTS = {"method": "refl", "updates_per_rollout": 1, "num_generations": 1, "
 REWARDED: dict[str, dict[str, Any]] = {
     "grpo": {"best_of_n": 2, "kl_coef": 0.1, "advantage": "global_std"},
     "dancegrpo": {"grpo_preset": "dancegrpo", "best_of_n": 4, "ratio_norm": True},
-    "nft": {"method": "nft", "init_same_noise": False, "nft_timesteps": 2},
+    "nft": {"method": "nft", "init_same_noise": False, "noise_levels": 2},
+    "awm": {"method": "awm", "init_same_noise": False, "noise_levels": 2, "kl_coef": 0.1},
     "draft": {**GRADIENTS, "draft_k": 2, "kl_coef": 0.1},
     "draft-lv": {**GRADIENTS, "refl_kind": "draft-lv"},
     "refl": {**GRADIENTS, "refl_kind": "refl", "refl_range": [0.4, 1.0]},
@@ -45,6 +46,7 @@ RUNS = [
     ("dancegrpo", "ltx_video", "full-finetune"),
     ("nft", "cogvideox", "lora"),
     ("nft", "hunyuan_video", "full-finetune"),
+    ("awm", "ltx_video", "lora"),
     ("draft", "ltx_video", "lora"),
     ("draft-lv", "cogvideox", "lora"),
     ("refl", "hunyuan_video", "full-finetune"),

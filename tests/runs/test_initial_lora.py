@@ -130,7 +130,7 @@ def test_the_distance_from_the_reference_begins_at_zero(
     }  # fmt: skip
     weight = {} if method == "nft" else {"kl_coef": 0.1}
     if method == "nft":
-        rewarded |= {"nft_timesteps": 2, "init_same_noise": False}
+        rewarded |= {"noise_levels": 2, "init_same_noise": False}
     given = {**pairs_run(), **rewarded, "dataset_file": None, "data_root": None, "video_resolution_buckets": None}
     given = {name: value for name, value in given.items() if value is not None}
     done = run(**given, **weight)

@@ -100,7 +100,7 @@ AFTER = {
         training/trained_weights.py: _set_adapter 2, attach_lora, load_trainable_transformer,
             load_ema_weights, store_initial_lora
         methods/dpo/method.py: DPO.load_state_dict
-        methods/grpo/nft.py: NFT.load_state_dict
+        methods/grpo/noised_clips.py: OldPolicy.load
         methods/grpo/rollout_method.py: RolloutMethod.load_state_dict
         methods/grpo/prompts/source.py: _load_tensor
         methods/refl.py: RewardGradients.load_state_dict

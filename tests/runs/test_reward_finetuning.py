@@ -37,12 +37,13 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "nft": {
         "method": "nft",
         "init_same_noise": False,
-        "nft_timesteps": 2,
+        "noise_levels": 2,
         "sampler": None,
         "selective_rollouts": 1e-9,
         "advantage_std_floor": 1e-3,
         "seed": 0,
     },
+    "awm": {"method": "awm", "init_same_noise": False, "noise_levels": 2, "sampler": None, "kl_coef": 0.1},
     "refl": {"method": "refl", "draft_k": 2, "kl_coef": 0.1, "updates_per_rollout": 1, "num_generations": 1},
 }
 

@@ -11,11 +11,11 @@ from finetrainers.utils.text import nearest, plural
 from ..errors import Problem
 from ..facts import Facts, is_network
 from ..geometry import Geometry
-from ..grpo import REWARD_METHODS
+from ..methods import is_reader, trait
 from ..parallel import groups_problem, heads_problem, ring_problem
 from ..prompts import MEDIA_OPTIONS, ValidationPrompt
 from ..rewards import RewardEntry
-from ..root import TrainConfig, fields, sections
+from ..root import TrainConfig, fields, readers, reads, sections
 from ..sections import MemorySection, ModelSection
 from ..values import check_hub_id, split_part
 from .data import check_data
@@ -65,14 +65,14 @@ def check_config(
         _check_needs(config, unread or {}),
         _check_media(config, facts),
     )
-    if config.training.method not in REWARD_METHODS:  # these have their own rules
+    if not trait(config.training.method, "samples"):  # methods that sample clips have their own rules
         findings.add(_check_eval_reward(config), _check_diffusion(config, facts), check_data(config, facts))
     return findings
 
 
 def _check_media(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
     """Refuse options that media of the checkpoint, or text encoders that see the image, leave no choice in."""
-    if facts.media and config.training.method != "sft":
+    if facts.media and not trait(config.training.method, "takes_media"):
         takes = " and ".join(facts.media)
         yield (
             "method",
@@ -123,11 +123,11 @@ def _check_method(config: TrainConfig) -> Iterator[Finding]:
     """Refuse options of other methods."""
     method = config.training.method
     for table, section in sections().items():
-        if not section.methods or method in section.methods:
+        if not section.methods or is_reader(method, section.methods):
             continue
         flags = [f"--{name}" for name, option in fields().items() if option.section == table and config.changed(name)]
         if flags:
-            way_out = f"add --method {section.methods[0]} or remove them"
+            way_out = f"add --method {readers(flags[0][2:])[0]} or remove them"
             yield "method", f"{method} does not use {', '.join(flags)}; {way_out}", "unsupported"
 
 
@@ -143,8 +143,8 @@ def _check_needs(config: TrainConfig, unread: Mapping[str, str]) -> Iterator[Fin
             yield f"--{name} has no effect with --method {method}{hint}"
         elif option.scope == "dataset" or needed in unread:
             continue  # `check_data` checks those of datasets; an option whose need is not read needs nothing
-        elif option.method is not None and method not in option.method.split("|"):
-            if method in sections()[option.section].methods:
+        elif not reads(method, name):
+            if is_reader(method, sections()[option.section].methods):  # else it is refused
                 yield f"--{name} has no effect with --method {method}"
         elif config.data.dataset is None or fields()[needed].scope == "run":  # else each dataset may have its own
             yield from check_needs(name, config.get)
@@ -430,7 +430,7 @@ def _check_parallel(config: TrainConfig) -> Iterator[Finding]:
     if (
         parallel.sync_each_batch
         and config.training.gradient_accumulation_steps == 1
-        and config.training.method not in REWARD_METHODS
+        and not trait(config.training.method, "samples")
     ):
         yield "--sync_each_batch has no effect without --gradient_accumulation_steps"
 

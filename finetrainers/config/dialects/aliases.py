@@ -21,7 +21,7 @@ from finetrainers.utils.text import nearest, plural
 from ..base import Section
 from ..errors import value_kind, value_message
 from ..given import RawOptions
-from ..grpo import COMPARING_METHODS
+from ..methods import trait
 from ..names import invert_groups
 from ..presets import preset_options
 from ..root import fields
@@ -131,7 +131,7 @@ FOREIGN: dict[str, str | None] = {
 
 def translate(options: RawOptions) -> None:
     """Replace DanceGRPO's names by ours; with methods other than those of reward finetuning they are unknown."""
-    if options.values.get("method") in COMPARING_METHODS:
+    if trait(options.values.get("method"), "compares"):
         _translate_all(options, [name for name in TELLING if name in options.values])
         return
     for name in [name for name in options.values if name in FOREIGN]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from finetrainers.config.checks.findings import Finding
 from finetrainers.config.checks.options import check_rewards
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.grpo import (
-    COMPARING_METHODS,
     GRPOSection,
     kernel,
     step_range,
@@ -19,7 +18,9 @@ from finetrainers.config.grpo import (
     why_no_rollout_gradients,
 )
 from finetrainers.config.hacking import hacking_rule, held_out_rewards
+from finetrainers.config.methods import trait
 from finetrainers.config.root import TrainConfig
+from finetrainers.config.values import range_between
 from finetrainers.utils.launch import local_world_size
 from finetrainers.utils.text import plural
 
@@ -37,33 +38,25 @@ CLIP_OPTIONS = {
 }
 
 
-def check_grpo(config: TrainConfig, facts: Facts, *, world_size: int) -> Iterator[Finding]:
-    """Check all rules of reward finetuning.
+def check_rollouts(config: TrainConfig, facts: Facts, *, world_size: int, copies: Sequence[str]) -> Iterator[Finding]:
+    """Check the rules of all methods of reward finetuning.
 
     Args:
         config: the whole run.
         facts: of the checkpoint.
         world_size: how many processes train together.
+        copies: descriptions of copies of the trained weights.
     """
     section = config.grpo
     yield from _check_inputs(section, facts.geometry)
     yield from check_rewards("reward", section.reward)
     yield from check_rewards("eval_reward", config.validation.eval_reward)
-    compares = config.training.method in COMPARING_METHODS
+    compares = trait(config.training.method, "compares")
     if compares:
         yield from _check_groups(section)
     if section.num_generations > 1 or not compares:  # 1 is an error already
         yield from _check_division(config, world_size)
     yield from _check_reward_device(config, local_processes=local_world_size())
-    if not compares:
-        yield from _check_gradients(config)
-    elif config.training.method == "nft":
-        yield from _check_nft(config)
-    else:
-        yield from _check_policy(config)
-        yield from _check_rollout_gradients(config)
-        yield from _check_noise(section, is_flow=facts.is_flow)
-        yield from _check_window(config)
     if config.optimizer.scale_lr:
         yield (
             "scale_lr",
@@ -79,13 +72,22 @@ def check_grpo(config: TrainConfig, facts: Facts, *, world_size: int) -> Iterato
             "this network does not take guidance as an input; remove it. Classifier-free guidance is --rollout_cfg",
             "unsupported",
         )
+    if trait(config.training.method, "clips_ratio"):
+        yield from _check_policy(config)
     yield from _check_length(config)
     yield from _check_evaluation(config)
     yield from _check_hacking(config)
-    yield from _check_memory(config)
+    yield from _check_memory(config, copies)
     for name, hint in CLIP_OPTIONS.items():
         if config.changed(name):
             yield name, f"is not supported with --method {config.training.method}: {hint}", "unsupported"
+
+
+def check_policy_gradients(config: TrainConfig, *, is_flow: bool) -> Iterator[Finding]:
+    """Check the rules of methods that train the rollout's steps."""
+    yield from _check_rollout_gradients(config)
+    yield from _check_noise(config.grpo, is_flow=is_flow)
+    yield from _check_window(config)
 
 
 def _check_inputs(section: GRPOSection, geometry: Geometry) -> Iterator[Finding]:
@@ -142,34 +144,44 @@ def _check_division(config: TrainConfig, world_size: int) -> Iterator[Finding]:
             f"a rollout keeps {clips} = {total}, not a multiple of {over} x {updates} --updates_per_rollout = "
             f"{global_batch * updates}: some batches are padded with clips that do not count"
         )
-    if total / updates < FEW_CLIPS and config.training.method in COMPARING_METHODS:
+    if total / updates < FEW_CLIPS and trait(config.training.method, "compares"):
         yield (
             f"{clips} / {plural(updates, 'update')} = {total / updates:g} clips per optimizer step; with fewer than "
             f"{FEW_CLIPS} rewards hardly rise: raise --prompts_per_step or --num_generations"
         )
 
 
-def _check_nft(config: TrainConfig) -> Iterator[Finding]:
-    section = config.grpo
+def check_noiseless(config: TrainConfig) -> Iterator[Finding]:
+    """Check the rules of methods that compare clips without noise in the steps of the sampler."""
+    section, method = config.grpo, config.training.method
     if section.init_same_noise:
         yield (
             "init_same_noise",
-            "nft samples without noise in its steps, so the clips of a prompt would be equal; use --no-init_same_noise",
+            f"{method} samples without noise in its steps, so the clips of a prompt would be equal; use "
+            "--no-init_same_noise",
             "unsupported",
         )
     if section.sampler not in (None, "ode"):
         yield (
             "sampler",
-            f"{section.sampler} adds noise, and nft samples without; use ode, or remove it",
+            f"{section.sampler} adds noise, and {method} samples without; use ode, or remove it",
             "unsupported",
         )
-    if section.reward_combination == "separate":
-        yield "--reward_combination separate is `sum` with --method nft, whose loss is not clipped"
-    if (uphold := section.nft_decay[2]) >= 1:
-        yield "nft_decay", f"uphold {uphold:g}: the sampling policy would never change; use less than 1"
+    if section.reward_combination == "separate" and not trait(method, "clips_ratio"):
+        yield f"--reward_combination separate is `sum` with --method {method}, whose loss is not clipped"
 
 
-def _check_gradients(config: TrainConfig) -> Iterator[Finding]:
+def check_noised_clips(section: GRPOSection) -> Iterator[Finding]:
+    """Check the noise levels, and that the policy that follows the trained one moves."""
+    if (uphold := section.old_policy_decay[2]) >= 1:
+        yield "old_policy_decay", f"uphold {uphold:g}: the older policy would never change; use less than 1"
+    first, last = section.noise_level_range
+    if not range_between(section.noise_level_range, section.sampling_steps, section.sampling_steps):
+        message = f"{first:g} {last:g} holds none of {section.sampling_steps} --sampling_steps; use a wider range"
+        yield "noise_level_range", message, "conflict"
+
+
+def check_reward_gradients(config: TrainConfig) -> Iterator[Finding]:
     """Check the steps that a reward is backpropagated through."""
     section, steps = config.refl, config.grpo.sampling_steps
     if config.grpo.updates_per_rollout > 1:
@@ -337,24 +349,27 @@ def _check_hacking(config: TrainConfig) -> Iterator[Finding]:
         missing.append("evaluations during training (--eval_steps N)")
     if not held_out_rewards(config):
         missing.append("a reward that is not trained (--eval_reward NAME)")
-    kl = "--nft_kl" if config.training.method == "nft" else "--kl_coef"
+    kl_option = trait(config.training.method, "kl_option")
+    other = f", or measure the KL with --{kl_option}" if kl_option else ""
     yield (
         "hacking_guard",
-        f"{guard} requires a held-out reward; add {', '.join(missing)}, or measure the KL with {kl}",
+        f"{guard} requires a held-out reward; add {', '.join(missing)}{other}",
         "required",
     )
 
 
-def _check_memory(config: TrainConfig) -> Iterator[Finding]:
+def _check_memory(config: TrainConfig, copies: Sequence[str]) -> Iterator[Finding]:
     """Warn of copies of the network that full finetuning needs, and LoRA does not."""
-    section = config.grpo
+    method = config.training.method
+    kl_option = trait(method, "kl_option")
+    weight = config.get(kl_option) if kl_option else 0
     if config.training.training_type != "full-finetune":
         return
-    if config.training.method == "nft":
-        copies = "the sampling policy" + (" and the model before training" if section.nft_kl else "")
-        yield f"--method nft with full-finetune keeps copies of the whole network in memory: {copies}"
-    elif section.kl_coef:
-        yield f"--kl_coef {section.kl_coef:g} with full-finetune keeps a frozen copy of the whole network in memory"
+    if copies:
+        names = " and ".join([*copies, *(["the model before training"] if weight else [])])
+        yield f"--method {method} with full-finetune keeps copies of the whole network in memory: {names}"
+    elif weight:
+        yield f"--{kl_option} {weight:g} with full-finetune keeps a frozen copy of the whole network in memory"
 
 
 def _check_reward_device(config: TrainConfig, *, local_processes: int) -> Iterator[Finding]:

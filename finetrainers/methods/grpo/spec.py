@@ -15,7 +15,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.grpo import trained_steps, why_no_rollout_gradients
-from finetrainers.config.hacking import HackingRule, hacking_rule, measures_kl
+from finetrainers.config.hacking import HackingRule, hacking_rule
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.methods.spec import MethodMemory, MethodSpec, TrainingSet, Variant
@@ -23,7 +23,7 @@ from finetrainers.parallel.sharding import ShardingSpec
 from finetrainers.utils.text import plural
 
 from .no_replay.gradient_plan import computes_grads_in_rollout, passes, sampled_clips, waiting_memory
-from .option_rules import CLIP_OPTIONS, check_grpo
+from .option_rules import CLIP_OPTIONS, check_noiseless, check_policy_gradients, check_rollouts
 from .prompts.plan import PromptPlan, image_problems, plan_prompts
 from .prompts.prompts import empty_beside, overwritten_embeddings
 
@@ -48,11 +48,17 @@ _READ = ("precompute_dir", "batch_size")
 
 
 class RewardFinetuning(MethodSpec):
-    """Policy gradients (`grpo`) and DiffusionNFT (`nft`): both sample clips for prompts and score them."""
+    """Methods that sample clips for prompts and score them.
+
+    Subclasses declare what they train. The defaults are those of a method that compares finished clips, sampled
+    without noise in the steps, and goes through each once in an optimizer step.
+    """
 
     size_options = ("rollout_size",)
     state_name = "sampling policy"
     samples = True
+    compares = True
+    kl_option: str | None = "kl_coef"
     unread: Mapping[str, str] = {
         name: _INSTEAD.get(name, "")
         for name, option in fields().items()
@@ -65,7 +71,17 @@ class RewardFinetuning(MethodSpec):
         return plan_prompts(config, geometry)
 
     def option_rules(self, config: TrainConfig, facts: Facts, *, world_size: int) -> Iterator[Finding]:
-        yield from check_grpo(config, facts, world_size=world_size)
+        yield from check_rollouts(config, facts, world_size=world_size, copies=self.weight_copies(config))
+        if self.compares and not self.trains_steps:
+            yield from check_noiseless(config)
+
+    def repeats(self, config: TrainConfig) -> int:
+        """Return how often each clip goes through the network with a gradient in an optimizer step."""
+        return 1
+
+    def weight_copies(self, config: TrainConfig) -> list[str]:
+        """Return descriptions of the copies of the trained weights that are swapped in, besides the reference model."""
+        return []
 
     def plan_problems(self, plan: Any, config: TrainConfig, facts: Facts) -> Iterator[Problem]:
         if not isinstance(plan, PromptPlan):  # sizes alone are planned
@@ -107,19 +123,9 @@ class RewardFinetuning(MethodSpec):
         for device in dict.fromkeys(filter(None, map(absent_gpu, self.rewards(config)))):
             message = f"this machine has no {device}; remove it, or use an existing device"
             yield Problem("--reward_device", message, "unavailable")
-        if _is_nft(config) and not parallel.weights_are_whole:
-            message = "the sampling policy is swapped in as unsharded weights, and this strategy shards them; use DDP"
-            yield Problem("--method nft", message, "unsupported")
-        if not self.computes_grads_in_rollout(config):
-            return
-        if parallel.why_no_local_gradients is not None:
-            yield Problem("--rollout_gradients", f"{parallel.why_no_local_gradients}; or use replay", "unsupported")
-        if parallel.scales_loss:
-            message = (
-                "gradients are computed while sampling, without the loss scaling that fp16 requires; use bf16, or "
-                "replay"
-            )
-            yield Problem("--rollout_gradients", message, "conflict")
+        if (copies := self.weight_copies(config)) and not parallel.weights_are_whole:
+            message = f"{copies[0]} is swapped in as unsharded weights, and this strategy shards them; use DDP"
+            yield Problem(f"--method {config.training.method}", message, "unsupported")
 
     def text_writer(
         self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Any
@@ -168,32 +174,14 @@ class RewardFinetuning(MethodSpec):
         return True
 
     def accumulates(self, config: TrainConfig) -> bool:
-        if self.computes_grads_in_rollout(config):
-            return False
-        section = config.grpo
-        repeats = section.nft_timesteps if _is_nft(config) else trained_steps(section)
-        return repeats > 1 or sampled_clips(config) > config.dataloader.batch_size * section.updates_per_rollout
+        batches = config.dataloader.batch_size * config.grpo.updates_per_rollout
+        return self.repeats(config) > 1 or sampled_clips(config) > batches
 
     def scores_while_sampling(self, config: TrainConfig) -> bool:
         return config.grpo.overlap_rewards
 
-    def computes_grads_in_rollout(self, config: TrainConfig) -> bool:
-        return computes_grads_in_rollout(config)
-
-    def variants(self, config: TrainConfig, split: ShardingSpec) -> list[Variant]:
-        section, option = config.grpo, "rollout_gradients"
-        if config.training.method != "grpo" or section.rollout_gradients != "auto":
-            return []
-        precision = config.training.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
-        replays = split.zero_stage > 0 or precision == "fp16" or any(why_no_rollout_gradients(section))
-        variants = []
-        for value in ("replay",) if replays else ("replay", "reweight", "retain"):
-            variant = config.model_copy(update={"grpo": section.model_copy(update={option: value})})
-            variants.append(Variant(option, value, variant, *passes(variant)))
-        return variants
-
     def uses_reference(self, config: TrainConfig) -> bool:
-        return measures_kl(config)
+        return self.kl_option is not None and config.get(self.kl_option) > 0
 
     def hacking_rule(self, config: TrainConfig) -> HackingRule | None:
         return hacking_rule(config)
@@ -234,25 +222,76 @@ class RewardFinetuning(MethodSpec):
     def memory(
         self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float
     ) -> MethodMemory:
+        """Return the memory of the latents of sampled clips and of copies of the weights."""
+        copies = trained * len(self.weight_copies(config))
+        if config.training.training_type == "full-finetune" and self.uses_reference(config):
+            copies += reference
+        trajectories = 4.0 * sampled_clips(config) * math.prod(latent)
+        return MethodMemory(copies=copies, trajectories=trajectories, batch_size=batch_size * self.branches(config))
+
+
+class PolicyGradients(RewardFinetuning):
+    """Policy gradients, which train stochastic denoising steps of the rollout."""
+
+    trains_steps = True
+    clips_ratio = True
+
+    def option_rules(self, config: TrainConfig, facts: Facts, *, world_size: int) -> Iterator[Finding]:
+        yield from super().option_rules(config, facts, world_size=world_size)
+        yield from check_policy_gradients(config, is_flow=facts.is_flow)
+
+    def repeats(self, config: TrainConfig) -> int:
+        return trained_steps(config.grpo)
+
+    def strategy_problems(self, config: TrainConfig, parallel: Any) -> Iterator[Problem]:
+        yield from super().strategy_problems(config, parallel)
+        if not self.computes_grads_in_rollout(config):
+            return
+        if parallel.why_no_local_gradients is not None:
+            yield Problem("--rollout_gradients", f"{parallel.why_no_local_gradients}; or use replay", "unsupported")
+        if parallel.scales_loss:
+            message = (
+                "gradients are computed while sampling, without the loss scaling that fp16 requires; use bf16, or "
+                "replay"
+            )
+            yield Problem("--rollout_gradients", message, "conflict")
+
+    def accumulates(self, config: TrainConfig) -> bool:
+        return not self.computes_grads_in_rollout(config) and super().accumulates(config)
+
+    def computes_grads_in_rollout(self, config: TrainConfig) -> bool:
+        return computes_grads_in_rollout(config)
+
+    def variants(self, config: TrainConfig, split: ShardingSpec) -> list[Variant]:
+        section, option = config.grpo, "rollout_gradients"
+        if section.rollout_gradients != "auto":
+            return []
+        precision = config.training.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
+        replays = split.zero_stage > 0 or precision == "fp16" or any(why_no_rollout_gradients(section))
+        variants = []
+        for value in ("replay",) if replays else ("replay", "reweight", "retain"):
+            variant = config.model_copy(update={"grpo": section.model_copy(update={option: value})})
+            variants.append(Variant(option, value, variant, *passes(variant)))
+        return variants
+
+    def memory(
+        self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float
+    ) -> MethodMemory:
         """Return the memory of sampled clips and of copies of the weights.
 
         A clip's latent is stored once, and on both sides of each trained step; `ratio_norm` also stores the step's
         mean. Gradients taken while sampling need no latents. The figure is for training on all clips, which is the
         maximum, and the case until the rewards have been compared.
         """
-        section, is_nft = config.grpo, _is_nft(config)
-        copies = trained if is_nft else 0.0
-        if config.training.training_type == "full-finetune" and self.uses_reference(config):
-            copies += reference
+        memory = super().memory(config, latent, batch_size=batch_size, trained=trained, reference=reference)
+        section = config.grpo
         if self.computes_grads_in_rollout(config):
-            return replace(waiting_memory(config), copies=copies)
+            return replace(waiting_memory(config), copies=memory.copies)
+        if section.offload_trajectory:
+            return memory
         elements = sampled_clips(config) * math.prod(latent)
-        trajectories = 4.0 * elements
-        if not is_nft and not section.offload_trajectory:
-            means = 4 if section.ratio_norm else 0
-            trajectories += trained_steps(section) * elements * (2 * _BYTES[section.trajectory_dtype] + means)
-        calls = batch_size * (2 if section.rollout_cfg != 1 else 1)
-        return MethodMemory(copies=copies, trajectories=trajectories, batch_size=calls)
+        each = 2 * _BYTES[section.trajectory_dtype] + (4 if section.ratio_norm else 0)
+        return replace(memory, trajectories=memory.trajectories + trained_steps(section) * elements * each)
 
 
 def _scoring_problems(plan: PromptPlan, config: TrainConfig) -> Iterator[Problem]:
@@ -270,7 +309,3 @@ def _scoring_problems(plan: PromptPlan, config: TrainConfig) -> Iterator[Problem
                 if (problem := prompt_problem(entry, prompt.text)) is not None:
                     yield Problem(f"--{option}", f"{entry.name}: {prompt.where}: {problem}", "unsupported")
                     break
-
-
-def _is_nft(config: TrainConfig) -> bool:
-    return config.training.method == "nft"

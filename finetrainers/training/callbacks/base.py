@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
@@ -15,31 +13,10 @@ from finetrainers.utils.failures import Kind
 from finetrainers.utils.text import nearest
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from ..state import TrainState
+    from ..state import Sample, TrainState
 
 #: One log record: `step` and named numbers, the same on every rank.
 Record = dict[str, float]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A sample of the current weights.
-
-    Attributes:
-        prompt: its prompt.
-        frames: `[T, H, W, 3]` uint8.
-        fps: frames per second.
-        path: its file.
-        number: position among the samples of all processes.
-    """
-
-    prompt: str
-    frames: np.ndarray
-    fps: float
-    path: Path
-    number: int
 
 
 class Callback:

@@ -12,7 +12,8 @@ from finetrainers.utils.alive import begin_work
 from finetrainers.utils.phases import VALIDATION, phase
 from finetrainers.utils.video import slug
 
-from .base import Callback, Record, Sample
+from ..state import Sample
+from .base import Callback, Record
 from .samples import write_sample
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from ..sampling import (
     prompt_request,
     sample_prompts,
 )
-from .base import Callback, Record, Sample
+from ..state import Sample
+from .base import Callback, Record
 from .samples import write_sample
 from .scores import SampleScores
 

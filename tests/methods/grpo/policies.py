@@ -20,6 +20,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.load import load_config
 from finetrainers.diffusion.process import FlowMatching, Process, VariancePreserving
 from finetrainers.methods.base import MethodParts
+from finetrainers.methods.grpo.awm import AWM
 from finetrainers.methods.grpo.method import GRPO
 from finetrainers.methods.grpo.nft import NFT
 from finetrainers.methods.grpo.prompts.prompts import Prompt, PromptOrder
@@ -208,8 +209,13 @@ def make_grpo(*process: Any, **options: Any) -> GRPO:
 
 
 def make_nft(model: Any, *process: Any, **options: Any) -> NFT:
-    given = {"init_same_noise": False, "nft_timesteps": 2, "nft_kl": 0.0, **options}
+    given = {"init_same_noise": False, "noise_levels": 2, "nft_kl": 0.0, **options}
     return NFT(make_parts(*process, model=model, method="nft", **given))
+
+
+def make_awm(model: Any, *process: Any, **options: Any) -> AWM:
+    given = {"init_same_noise": False, "noise_levels": 2, **options}
+    return AWM(make_parts(*process, model=model, method="awm", **given))
 
 
 def make_refl(model: Any, *process: Any, **options: Any) -> RewardGradients:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from policies import flow, make_grpo, make_nft, network, vp
+from policies import flow, make_awm, make_grpo, make_nft, network, vp
 from torch import nn
 
 from finetrainers.methods.grpo.method import GRPO
@@ -40,7 +40,7 @@ def grpo(*process: Any, **options: Any) -> GRPO:
 
 
 def nft(model: nn.Module, **options: Any) -> Any:
-    return make_nft(model, nft_decay=[0.0, 0.05, 0.5], nft_beta=0.1, **options)
+    return make_nft(model, old_policy_decay=[0.0, 0.05, 0.5], nft_beta=0.1, **options)
 
 
 @pytest.mark.rotating
@@ -66,12 +66,20 @@ def test_nft_learns() -> None:
     assert gain(train(nft(model), model, rollouts=30)) > 0.15
 
 
+@pytest.mark.rotating("learning")
+@pytest.mark.parametrize(("kind", "process"), [("ghuber", flow), ("uniform", vp)])
+def test_awm_learns(kind: str, process: Any) -> None:
+    model = network()
+    assert gain(train(make_awm(model, process, matching_loss=kind), model, rollouts=30)) > 0.15
+
+
 @pytest.mark.rotating
-@pytest.mark.parametrize("algorithm", ["grpo", "nft"])
+@pytest.mark.parametrize("algorithm", ["grpo", "nft", "awm"])
 def test_a_reward_that_knows_nothing_teaches_nothing(algorithm: str) -> None:
     """The signed brightness is only logged; what is trained on is noise."""
     model = network()
     rewards = ["policies:shuffled", "policies:signed_brightness=0"]
-    method: Any = grpo(reward=rewards) if algorithm == "grpo" else nft(model, reward=rewards)
+    makers: dict[str, Any] = {"grpo": lambda model, **options: grpo(**options), "nft": nft, "awm": make_awm}
+    method = makers[algorithm](model, reward=rewards)
     found = train(method, model, rollouts=30)
     assert abs(gain(found[1::2])) < 0.1

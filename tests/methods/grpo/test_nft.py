@@ -11,7 +11,8 @@ from policies import SHAPE, flow, make_nft, network, vp
 from torch import Tensor
 
 from finetrainers.diffusion.process import FlowMatching
-from finetrainers.methods.grpo.nft import NFT, OldPolicy, decay, implicit_loss
+from finetrainers.methods.grpo.nft import NFT, implicit_loss
+from finetrainers.methods.grpo.noised_clips import OldPolicy, decay
 
 
 def draws(count: int = 3) -> list[Tensor]:

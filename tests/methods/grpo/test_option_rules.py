@@ -21,6 +21,7 @@ BASE = {
     "train_steps": 100,
 }  # fmt: skip
 NFT = {"method": "nft", "init_same_noise": False}
+AWM = {"method": "awm", "init_same_noise": False}
 REFL = {"method": "refl", "num_generations": 1}
 GEOMETRY = Geometry(temporal=8, spatial=32, patch=1, patch_t=1, fps=25.0)
 FLOW = Facts(GEOMETRY, is_flow=True, first_frame="tokens")
@@ -43,7 +44,7 @@ def findings(family=FLOW, world_size=1, base=BASE, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, NFT, REFL, {"training_type": "full-finetune"}, {"best_of_n": 4}, {"window_size": 0}]
+    "options", [{}, NFT, AWM, REFL, {"training_type": "full-finetune"}, {"best_of_n": 4}, {"window_size": 0}]
 )
 @pytest.mark.parametrize("family", [FLOW, VP])
 def test_a_plain_run_has_no_findings(family, options):
@@ -87,7 +88,9 @@ def test_a_plain_run_has_no_findings(family, options):
         ({"sampler": "cps", "eta": 1.2}, "eta", "invalid", "up to 1, got 1.2"),
         ({"method": "nft"}, "init_same_noise", "unsupported", "--no-init_same_noise"),
         ({**NFT, "sampler": "flow"}, "sampler", "unsupported", "use ode"),
-        ({**NFT, "nft_decay": [0, 0.1, 1.0]}, "nft_decay", "invalid", "uphold 1:"),
+        ({"method": "awm"}, "init_same_noise", "unsupported", "--no-init_same_noise"),
+        ({**NFT, "noise_level_range": [0.5, 0.5]}, "noise_level_range", "conflict", "10 --sampling_steps"),
+        ({**NFT, "old_policy_decay": [0, 0.1, 1.0]}, "old_policy_decay", "invalid", "uphold 1:"),
         ({**REFL, "draft_k": 11}, "draft_k", "conflict", "10 --sampling_steps; "),
         ({**REFL, "updates_per_rollout": 2}, "updates_per_rollout", "unsupported", "--method refl"),
         ({**REFL, "best_of_n": 2}, "best_of_n", "unsupported", "--method refl"),
@@ -165,6 +168,10 @@ def test_rewards_of_all_processes_on_the_gpu_of_one(monkeypatch):
         ({"kl_space": "mean"}, ("--kl_space", "--kl_coef is 0")),
         ({"kl_coef": 0.1, "training_type": "full-finetune"}, ("--kl_coef 0.1", "full-finetune", "in memory")),
         ({**NFT, "nft_kl": 0.0, "training_type": "full-finetune"}, ("--method nft", "full-finetune", "in memory: ")),
+        ({**AWM, "training_type": "full-finetune"}, ("--method awm", "in memory: the EMA of --old_policy_kl")),
+        ({**AWM, "clip_range": 0.1}, ("--clip_range 0.1", "--updates_per_rollout 1")),
+        ({**AWM, "matching_loss": "t", "matching_power": 0.5}, ("--matching_power", "--matching_loss ghuber")),
+        ({**AWM, "nft_beta": 0.1}, ("--nft_beta", "--method awm")),
         ({"nft_beta": 0.1}, ("--nft_beta", "--method grpo")),
         ({**NFT, "kl_coef": 0.1}, ("--kl_coef", "--method nft")),
         ({**NFT, "window_size": 0}, ("--window_size", "--method nft")),

@@ -2,8 +2,8 @@
 
 Two rewards of unequal scale, two updates of one rollout. The formulae and numbers here are written down from the
 papers' code (github.com/yifan123/flow_grpo, XueZeyue/DanceGRPO, Tencent-Hunyuan/MixGRPO, NVlabs/DiffusionNFT,
-Shredded-Pork/Flash-GRPO), not taken from the presets. The gradients are also pinned in tests/golden:
-FINETRAINERS_UPDATE_GOLDEN=1 writes the numbers again.
+scxue/advantage_weighted_matching, Shredded-Pork/Flash-GRPO), not taken from the presets. The gradients are also pinned
+in tests/golden: FINETRAINERS_UPDATE_GOLDEN=1 writes the numbers again.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ PUBLISHED = {
     "mixgrpo": Published(25, "flow", 0.7, 1e-4, "advantages", global_std=False, ddof=1, eps=1e-8, lr=3e-3),
     "flash": Published(20, "dance", 0.9, 1e-3, flash=True, lr=3e-3),
     "nft": Published(10, beta=1e-4),
+    "awm": Published(14, clip=1.0, beta=1e-3, lr=3e-3),
 }
 #: What a run does without a preset, by the descriptions of the options.
 OWN = {
@@ -201,6 +202,29 @@ class Reference:
                 losses.append(5 * total + self.told.beta * ((v - apart) ** 2).mean())
         return self._gradients(losses)
 
+    def awm_gradient(self, batches: Sequence[Any], rows: Sequence[Sequence[int]], jobs: Sequence[Any]) -> list[Tensor]:
+        """The same of AWM; in the first rollout, the EMA is the policy that sampled, so `old` is both."""
+        losses = []
+        for batch, clips in zip(batches, rows, strict=True):
+            for row, clip in enumerate(clips):
+                x0, noise, t = batch.x0[row].double(), batch.noise[row].double(), batch.time[row].double()
+                assert min(abs(self.sigmas[1:12] - t)) < 1e-6  # the second to the twelfth of 14 steps
+                x_t = (1 - t) * x0 + t * noise
+                v = self.velocity(self.model, x_t, t, jobs[clip].prompt)
+                with torch.no_grad():
+                    old = self.velocity(self.old, x_t, t, jobs[clip].prompt)
+                    apart = self.velocity(self.model, x_t, t, jobs[clip].prompt, adapted=False)
+
+                def log(velocity: Tensor, target: Tensor = noise - x0, t: Tensor = t) -> Tensor:
+                    error = ((velocity - target) ** 2).mean()
+                    return -((error + 1e-10) ** 0.25 - 1e-10**0.25) * t / 0.25
+
+                ratio = torch.exp(log(v) - log(old))
+                weight = self.terms[0][clip] / 5
+                loss = torch.maximum(-weight * ratio, -weight * ratio.clamp(1 - self.told.clip, 1 + self.told.clip))
+                losses.append(loss + self.told.beta * ((v - apart) ** 2).mean() + ((v - old) ** 2).mean())
+        return self._gradients(losses)
+
     def _gradients(self, losses: Sequence[Tensor]) -> list[Tensor]:
         return list(torch.autograd.grad(torch.stack(list(losses)).mean(), self.weights))
 
@@ -284,8 +308,8 @@ def test_an_update_is_the_published_one(name: str) -> None:
         for loss in losses:
             loss.backward()
         gradients = [p.grad.clone() for p in weights]  # type: ignore[union-attr]
-        if name == "nft":
-            wanted = reference.nft_gradient(batches, rows, collected[0].jobs)
+        if name in ("nft", "awm"):
+            wanted = getattr(reference, f"{name}_gradient")(batches, rows, collected[0].jobs)
         else:
             clips = sorted({clip for clips in rows for clip in clips})
             wanted, share = reference.policy_gradient(collected[0], clips)

@@ -55,6 +55,8 @@ def test_trajectories_are_the_latents_of_all_clips(monkeypatch: pytest.MonkeyPat
         ({"method": "nft"}, 100),
         ({"method": "nft", "training_type": "full-finetune"}, 1100),
         ({"method": "nft", "training_type": "full-finetune", "nft_kl": 0.0}, 100),
+        ({"method": "awm", "old_policy_kl": 0.0}, 0),
+        ({"method": "awm", "updates_per_rollout": 2, "training_type": "full-finetune", "kl_coef": 0.1}, 1200),
     ],
 )
 def test_copies_of_the_policy(options: dict[str, Any], weights: int) -> None:

@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "full": {"training_type": "full-finetune", "use_ema": True},
     "8-bit": {"training_type": "full-finetune", **BNB},
     "nft": {
-        "method": "nft", "init_same_noise": False, "nft_timesteps": 2, "sampler": None,
+        "method": "nft", "init_same_noise": False, "noise_levels": 2, "sampler": None,
         "reward": ["brightness"], "rollout_size": "9x64x64", "prompts_per_step": 1, "num_generations": 4,
         "batch_size": 4, "sampling_steps": 3, "updates_per_rollout": 1, "data_root": None,
         "video_resolution_buckets": None, "optimizer": "adamw",

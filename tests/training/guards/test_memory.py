@@ -281,7 +281,7 @@ def test_what_does_not_fit_is_found_by_a_dry_batch(
     "changes",
     [
         {"grpo_preset": "dancegrpo", "best_of_n": 4},
-        {"method": "nft", "nft_timesteps": 2, "init_same_noise": False},
+        {"method": "nft", "noise_levels": 2, "init_same_noise": False},
     ],
 )
 def test_reward_finetuning_in_smaller_micro_batches(

@@ -148,7 +148,7 @@ def note_unlisted(names: Sequence[str], root: Root, listed_in: str, findings: Fi
             continue
         try:
             names = [entry.name for entry in os.scandir(root.folder / folder) if not entry.name.startswith(".")]
-        except OSError:  # the items report it
+        except (OSError, ValueError):  # absent, or with a null character; the items report it
             continue
         for name in sorted(names):
             path = os.path.join(folder, name)

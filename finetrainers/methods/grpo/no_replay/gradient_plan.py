@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from finetrainers.config.grpo import step_range, trained_steps
+from finetrainers.config.methods import trait
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.spec import MethodMemory
 from finetrainers.parallel.sharding import with_launcher
@@ -106,7 +107,8 @@ def split_by_prompt(clips: range, size: int) -> Iterator[range]:
 
 def computes_grads_in_rollout(config: TrainConfig) -> bool:
     """Return whether the rollout takes the gradient, so that transitions are not replayed."""
-    return config.training.method == "grpo" and config.grpo.rollout_gradients in ("reweight", "retain")
+    trains_steps = trait(config.training.method, "trains_steps")
+    return bool(trains_steps) and config.grpo.rollout_gradients in ("reweight", "retain")
 
 
 def plan_gradients(config: TrainConfig) -> GradientPlan:

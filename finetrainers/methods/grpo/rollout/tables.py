@@ -8,6 +8,7 @@ from torch import Tensor
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.grpo import kernel
+from finetrainers.config.methods import trait
 from finetrainers.config.root import TrainConfig
 from finetrainers.diffusion.policy import Transitions, levels, only, step_lengths, transitions
 from finetrainers.diffusion.process import Process
@@ -26,7 +27,7 @@ class StepTables:
 
     def __init__(self, config: TrainConfig, process: Process, times: Tensor, facts: Facts) -> None:
         """Args:
-            config: the run; with a method other than `grpo`, no transition is stochastic.
+            config: the run; if its method does not train steps, no transition is stochastic.
             process, times: the noise process, and the process times of the steps, `[S]`.
             facts: facts of the checkpoint; one of two experts is trained only at its own steps.
 
@@ -40,7 +41,8 @@ class StepTables:
             message = "none of the sampling steps is within the noise levels of the trained expert"
             raise InputError(message, "conflict")
         self.own = range(own[0], own[-1] + 1)
-        self.windows = None if config.training.method != "grpo" else SDEWindows(section, config.training.seed, self.own)
+        trains_steps = trait(config.training.method, "trains_steps")
+        self.windows = SDEWindows(section, config.training.seed, self.own) if trains_steps else None
         self.deterministic = self.stochastic = transitions("ode", alpha, sigma, eta=0.0)
         self.lengths = step_lengths(alpha, sigma)
         self.weights = torch.zeros(len(times), dtype=torch.float64)
