@@ -28,6 +28,7 @@ from finetrainers.plan.block_swap import block_swap
 from finetrainers.plan.initial_weights import INITIAL_LORA
 from finetrainers.plan.lineage import BEGAN_FROM, find_lineage
 from finetrainers.plan.preflight import ResolvedRun
+from finetrainers.plan.resume_plan import Start
 from finetrainers.plan.start_report import print_line, report_loading
 from finetrainers.plan.throughput import attach_flop_meter
 from finetrainers.plan.trainable import trainable_dtype, trainable_parameters
@@ -105,11 +106,13 @@ def assemble(checked: ResolvedRun, parallel: Strategy, watchdog: Watchdog, memor
     restore(state, start)
     _record_start(state, checked)
     _store_initial_lora(state, checked)
-    first_step = start.schedule_start
-    schedule = checked.parts.lr_at or lr_schedule(
-        config.optimizer, lr=lr, total_steps=max(1, total_steps - first_step), first_step=first_step
-    )
+    schedule = checked.parts.lr_at or _make_schedule(config, lr=lr, total_steps=total_steps, start=start)
     return Trainer(state, lr_at=schedule, callbacks=callbacks, activations=activations)
+
+
+def _make_schedule(config: TrainConfig, *, lr: float, total_steps: int, start: Start) -> Callable[[int], float]:
+    first_step = start.schedule_start
+    return lr_schedule(config.optimizer, lr=lr, total_steps=max(1, total_steps - first_step), first_step=first_step)
 
 
 def _print_notes(checked: ResolvedRun, spec: ModelSpec) -> None:
