@@ -209,7 +209,7 @@ def _value_types(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[str]
         if {"bf16", "float8_e4m3fn"} & {*arguments}:
             yield "dtype"
     else:
-        schema = next((m.json_schema for m in metadata if isinstance(m, WithJsonSchema)), {})
+        schema = next((m.json_schema or {} for m in metadata if isinstance(m, WithJsonSchema)), {})
         if any(isinstance(m, BeforeValidator) for m in metadata) and annotation not in (int, NoneType):
             yield "str"
             yield from ("int" for name in schema.get("type", ()) if name == "integer")

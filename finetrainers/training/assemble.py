@@ -84,7 +84,8 @@ def assemble(checked: ResolvedRun, parallel: Strategy, watchdog: Watchdog, memor
     resolved, config = replace(checked, config=chosen), record_choices(config, automatic)
     transformer, optimizer = _load_trained(resolved, spec, parallel, lr=lr)
     network = parallel.unwrap(transformer)
-    method = (checked.parts.method or load_method(config.training.method))(
+    method_class: Any = checked.parts.method or load_method(config.training.method)
+    method = method_class(
         MethodParts(
             config=chosen, spec=spec, process=spec.process(scheduler), scheduler=scheduler,
             geometry=spec.facts.geometry, vae_stats=vae_stats, source=source, parallel=parallel, network=network,

@@ -401,8 +401,9 @@ class Trainer:
             begin_work(None)
             self._log(getattr(callback, hook)(state))
             samples, state.samples = state.samples, None
-            for listener in self.callbacks if samples is not None else ():
-                self._log(listener.on_samples(state, samples))
+            if samples is not None:
+                for listener in self.callbacks:
+                    self._log(listener.on_samples(state, samples))
 
     def _log_interval(self, records: list[Record], seconds: float) -> None:
         """Log the steps since the last record, with the seconds of saving and those of waiting for a slow rank."""
