@@ -102,6 +102,17 @@ NETWORKS = {
         {"prompt_embeds": (512, 4096)}, {"version": "df"}, has_frame_times=True,
     ),
 }  # fmt: skip
+#: Networks whose training step alone is compared with a count.
+FURTHER = {
+    "HunyuanVideo-1.5-I2V": Network(
+        "hunyuan_video_15", "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v", 8_326_608_160,
+        (49, 480, 832), NETWORKS["HunyuanVideo-1.5"].text, {"version": "i2v"},
+    ),
+    "Kandinsky-5-Pro": Network(
+        "kandinsky5", "kandinskylab/Kandinsky-5.0-T2V-Pro-sft-5s-Diffusers", 19_311_325_248, (49, 512, 768),
+        NETWORKS["Kandinsky-5-Lite"].text, {},
+    ),
+}  # fmt: skip
 
 
 def published_repository(tiny: Path, directory: Path, transformer: dict[str, Any]) -> Path:

@@ -728,13 +728,13 @@ def save_on_full_disk(directory: Path) -> Any:
         return reserve(directory / "step-3", needed=12 * 2**30)
 
 
-def take_nan_step(policy: str, *, limit: int) -> Any:
+def take_nan_step(policy: str, *, limit: int, step: int = 3) -> Any:
     """Judge a step whose loss is NaN."""
     from finetrainers.training.guards.nonfinite import NonFiniteGuard
 
     run_dir: Any = SimpleNamespace(event=lambda *values, **fields: None)
     guard = NonFiniteGuard(policy=policy, limit=limit, loss_scaling=False, run_dir=run_dir)
-    return guard.choose_action(3, {"loss": float("nan"), "grad_norm": 1.0})
+    return guard.choose_action(step, {"loss": float("nan"), "grad_norm": 1.0})
 
 
 def roll_back_at_once(directory: Path) -> None:
@@ -862,6 +862,12 @@ TRAINING: list[Row] = [
         lambda: take_nan_step("raise", limit=9),
         "step 3: loss nan. No weights were changed. Continue from an earlier checkpoint with a lower --lr, longer "
         "--lr_warmup_steps or other data, or skip such steps with --on_nonfinite skip",
+    ),
+    (
+        lambda: take_nan_step("raise", limit=9, step=1),
+        "step 1: loss nan. The weights are still as loaded, so --lr is not the cause. Check the numbers in the model's "
+        "config files, use bf16 or fp32 instead of fp16, or use other data, or skip such steps with --on_nonfinite "
+        "skip",
     ),
     (
         lambda: take_nan_step("skip", limit=0),

@@ -380,9 +380,9 @@ def _add_models(commands: Any) -> None:
     tiny.add_argument(
         "directory", type=path_argument, help="new or empty directory, where the model is written in diffusers layout"
     )
-    tiny.add_argument("--version", help="checkpoint of the family that it is modeled on [the first]")
+    tiny.add_argument("--version", help="kind of checkpoint, such as i2v or 2.3; an unknown one lists all [the first]")
     tiny.add_argument("--seed", type=int, default=0, help="seed; equal seeds give equal weights [0]")
-    tiny.set_defaults(run=_tiny, check=lambda arguments: directory_problems(arguments.directory))
+    tiny.set_defaults(run=_tiny, check=_tiny_problems)
 
 
 def _models(_: argparse.Namespace | None) -> int:
@@ -390,14 +390,15 @@ def _models(_: argparse.Namespace | None) -> int:
     from finetrainers.models.registry import FAMILIES, families
     from finetrainers.rewards.registry import REWARDS
 
-    print(f"{'name':<16}{'frames':<10}{'size multiple':<15}{'fps':<6}{'process':<16}conditioning frames")
+    width = 2 + max(map(len, families()))
+    print(f"{'name':<{width}}{'frames':<10}{'size multiple':<15}{'fps':<6}{'process':<16}conditioning frames")
     for name, family in families().items():
         facts, g = family.facts, family.facts.geometry
         process = "flow matching" if facts.is_flow else "v-prediction"
         frames = "any" if facts.any_frame else "none" if facts.first_frame == "none" else "the first"
         if facts.first_frame == "unknown":
             frames = f"up to {frames}, with I2V weights" if facts.any_frame else f"{frames}, with I2V weights"
-        print(f"{name:<16}{f'{g.temporal}k+1':<10}{g.size_multiple:<15}{g.fps:<6g}{process:<16}{frames}")
+        print(f"{name:<{width}}{f'{g.temporal}k+1':<10}{g.size_multiple:<15}{g.fps:<6g}{process:<16}{frames}")
     registries = (FAMILIES, METHODS, REWARDS)
     for registry in registries:
         registry.all()
@@ -414,17 +415,25 @@ def _models(_: argparse.Namespace | None) -> int:
     return 0
 
 
-def _tiny(arguments: argparse.Namespace) -> int:
-    from finetrainers.models.registry import build_tiny, get_family
+def _tiny_problems(arguments: argparse.Namespace) -> list[Problem]:
+    """Return the problems with the family, its version, and the directory of a tiny model."""
+    from finetrainers.models.registry import tiny_builder
 
+    problems = directory_problems(arguments.directory)
     try:
-        get_family(arguments.family)
-        quiet_progress_bars()
-        print(f"making a tiny random {arguments.family} in {arguments.directory}", flush=True)
-        with working("writing its weights"):
-            build_tiny(arguments.family, arguments.directory, seed=arguments.seed, version=arguments.version)
+        tiny_builder(arguments.family, arguments.version)
     except KeyError as error:
-        raise ConfigError([Problem("family", str(error.args[0]), "unknown")]) from None
+        problems.append(Problem("family", str(error.args[0]), "unknown"))
+    return problems
+
+
+def _tiny(arguments: argparse.Namespace) -> int:
+    from finetrainers.models.registry import build_tiny
+
+    quiet_progress_bars()
+    print(f"making a tiny random {arguments.family} in {arguments.directory}", flush=True)
+    with working("writing its weights"):
+        build_tiny(arguments.family, arguments.directory, seed=arguments.seed, version=arguments.version)
     print(f"wrote a tiny random {arguments.family} to {arguments.directory}")
     return 0
 

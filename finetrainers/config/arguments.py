@@ -244,10 +244,10 @@ def split_unknown(unknown: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def near_flag(flag: str, flags: Iterable[str]) -> str | None:
-    """Return the flag that was probably meant, or None if none is near."""
-    return next(
-        iter(get_close_matches(f"--{flag.lstrip('-').replace('-', '_').lower()}", flags, n=1, cutoff=0.6)), None
-    )
+    """Return the flag that was probably meant, or None if none is near: one that ends in its words, or is like it."""
+    name, flags = flag.lstrip("-").replace("-", "_").lower(), list(flags)
+    ending = [candidate for candidate in flags if candidate.endswith(f"_{name}")]
+    return ending[0] if len(ending) == 1 else next(iter(get_close_matches(f"--{name}", flags, n=1, cutoff=0.6)), None)
 
 
 def format_arguments(arguments: Sequence[str]) -> str:

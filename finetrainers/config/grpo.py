@@ -55,8 +55,8 @@ class GRPOSection(Section):
     sampling_steps: int = option(10, "Denoising steps of a rollout; fewer than for final samples are enough to "
         "compare clips. The last step is never trained, except by `refl`.", resume="same", ge=2, le=10_000)
     sampler: Kernel | None = option(None, "Noise of the sampler's steps: `flow` (Flow-GRPO), `dance` (DanceGRPO), "
-        "`cps` (coefficients preserving), `ddim`, or `ode` (none). The default is `ode` for `nft`, `flow` for flow "
-        "matching, else `ddim`.", resume="same", readers="compares")
+        "`cps` (coefficients preserving), `ddim`, or `ode` (none). The default is `ode` for noised clips, `flow` for "
+        "flow matching, else `ddim`.", resume="same", readers="compares")
     eta: float | None = option(None, "Amount of noise. The default is 0.7 for `flow` and `cps`, 0.25 for `dance`, 0.3 "
         "for `ddim`.", resume="same", readers="trains_steps", ge=0)
     shift: float | None = option(None, "Shift of the sampler's noise levels (flow matching). The default is the "

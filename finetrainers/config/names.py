@@ -284,8 +284,24 @@ def suggest_option(name: str, options: Iterable[str]) -> str | None:
     """Return the option that a name is another trainer's for, or a typo of, or None if that is not certain."""
     option_by_name = {option: option for option in options}
     option_by_name |= {other: option for other, option in SAME.items() if option in option_by_name}
+    edited = {option for other, option in option_by_name.items() if len(name) > 1 and _is_one_edit(name, other)}
+    if len(edited) == 1:
+        return edited.pop()
     close = get_close_matches(name, option_by_name, n=1, cutoff=_CERTAIN)
     return option_by_name[close[0]] if close else None
+
+
+def _is_one_edit(name: str, other: str) -> bool:
+    """Return whether two names differ by one letter, or by the order of two neighbors.
+
+    In short names that is too little similarity for difflib.
+    """
+    pairs = enumerate(zip(name, other, strict=False))
+    start = next((i for i, (letter, other_letter) in pairs if letter != other_letter), min(len(name), len(other)))
+    rest, other_rest = name[start:], other[start:]
+    if rest[1:] == other_rest[1:] or rest[1:] == other_rest or rest == other_rest[1:]:
+        return True
+    return rest[:2] == other_rest[1::-1] and rest[2:] == other_rest[2:]
 
 
 def translate_names(source: RawOptions, *, others: Container[str]) -> None:

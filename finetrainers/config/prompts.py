@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from finetrainers.utils.reading import parse_json, parse_toml
-from finetrainers.utils.text import quoted
+from finetrainers.utils.text import plural, quoted
 
 from .base import Section
 from .errors import ConfigError, Problem, value_kind, value_message
@@ -177,7 +177,13 @@ def _media(text: str | None, name: str, separator: str, count: int) -> list[str 
     parts: list[str | None] = [part.strip() or None for part in text.split(separator)]
     if len(parts) != count:
         raise ConfigError(
-            [Problem(f"--{name}", f"has {len(parts)} entries for {count} prompts; use one per prompt", "conflict")]
+            [
+                Problem(
+                    f"--{name}",
+                    f"has {plural(len(parts), 'entry', 'entries')} for {plural(count, 'prompt')}; use one per prompt",
+                    "conflict",
+                )
+            ]
         )
     try:
         return [part and check_place(part) for part in parts]

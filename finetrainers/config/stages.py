@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -171,28 +171,27 @@ def _read_stage(
     except ConfigError as error:
         problems += error.problems
         config, wrong = error.rest, error.wrong
-    if config is None:
-        return Stage(name, None, init, problems=problems, wrong=wrong)
-    if init is not None and config.training.init_from is not None:
-        place = here.where.get("init_from", "init_from")
-        problems.append(
-            Problem(
-                place, f"cannot be combined with init, which names stage {init.stage}; remove one of them", "conflict"
-            )
-        )
-    if "output_dir" not in here.values or "output_dir" in flags.values:
-        run = config.run.model_copy(update={"output_dir": config.run.output_dir / name})
-        config = config.model_copy(update={"run": run})
-    place = os.path.realpath(config.run.output_dir)
-    clash = next(
-        (stage for stage in before if stage.config and os.path.realpath(stage.config.run.output_dir) == place), None
-    )
-    if clash is not None and clash.name != name:
-        where = here.where.get("output_dir", "output_dir")
-        problems.append(
-            Problem(where, f"{config.run.output_dir} is also the directory of stage {clash.name}", "duplicate")
-        )
+    if config is not None:
+        if "output_dir" not in here.values or "output_dir" in flags.values:
+            run = config.run.model_copy(update={"output_dir": config.run.output_dir / name})
+            config = config.model_copy(update={"run": run})
+        problems += _conflicts(name, config, init, here.where, before)
     return Stage(name, config, init, other_expert, problems, wrong)
+
+
+def _conflicts(
+    name: str, config: TrainConfig, init: Init | None, where: Mapping[str, str], before: Sequence[Stage]
+) -> Iterator[Problem]:
+    """Yield the problems of a stage's start and directory; `where` are the places of its options in the file."""
+    if init is not None and config.training.init_from is not None:
+        message = f"cannot be combined with init, which names stage {init.stage}; remove one of them"
+        yield Problem(where.get("init_from", "init_from"), message, "conflict")
+    directory = os.path.realpath(config.run.output_dir)
+    for stage in before:
+        if stage.config and stage.name != name and os.path.realpath(stage.config.run.output_dir) == directory:
+            message = f"{config.run.output_dir} is also the directory of stage {stage.name}"
+            yield Problem(where.get("output_dir", "output_dir"), message, "duplicate")
+            return
 
 
 def _refuse(source: RawOptions, problems: list[Problem]) -> None:

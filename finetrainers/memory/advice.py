@@ -89,6 +89,10 @@ MEMORY_OPTIONS: tuple[MemoryOption, ...] = (
         5, 0,
     ),
     MemoryOption({"enable_tiling": True}, "the VAE works in tiles: slower, and latents differ slightly", 4, 0),
+    MemoryOption(
+        {"quantize_text_encoders": "nf4"}, "text encoders are rounded to 4 bits: prompts are encoded a bit differently",
+        10, 0,
+    ),
     MemoryOption({"gradient_checkpointing": True}, "one more forward pass", 1, 0, is_exact=True),
     MemoryOption(
         {"activation_memory": "auto"}, "blocks compute some activations again, or move them to host memory", 2, 0,

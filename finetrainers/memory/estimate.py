@@ -228,25 +228,23 @@ def build_workload(
         weights: those of the transformer, if they are listed already. Gathered ones arrive in the dtype that they
             compute in.
     """
-    width = computed_bytes(config)
+    width, weights = computed_bytes(config), weights or NetworkWeights(transformer, spec)
     # Bytes per trainable parameter, before a strategy changes it.
     trainable_bytes = 2 if config.training.master_weights == "stochastic_rounding" else 4
-    accumulates, weights = method_spec(config).accumulates(config), weights or NetworkWeights(transformer, spec)
-    method = method_spec(config).memory(
-        config,
-        (spec.latent_channels(transformer), *geometry.denoised_shape(*bucket)),
-        batch_size=batch_size or config.dataloader.batch_size,
-        trained=weights.trained * trainable_bytes,
-        reference=weights.total * bytes_of_copy(config, split, trainable_bytes=trainable_bytes),
-    )
-    frozen, swap = frozen_sizes(config, weights, spec, adapters=width if split.zero_stage else 4)
+    # Weights that full finetuning leaves as they are have the dtype of the others.
+    full = config.training.training_type == "full-finetune"
+    frozen, swap = frozen_sizes(
+        config, weights, spec, adapters=width if split.zero_stage else 4,
+        width=width if full and split.zero_stage else trainable_bytes if full else None,
+    )  # fmt: skip
     halved = trainable_bytes == _HALF or ((split.gathers or split.zero_stage > 0) and width == _HALF)
+    accumulates = method_spec(config).accumulates(config)
     gathered = gathered_bytes(
         weights, width=width, split=split, accumulates=accumulates,
         swapped=swapped_blocks(config, weights.blocks),
         saved=_quantization_savings(config, weights, spec, DTYPE_BYTES[config.model.transformer_dtype]),
     )  # fmt: skip
-    return Workload(
+    workload = Workload(
         frozen_bytes=frozen,
         swap=swap,
         num_trainable=weights.trained,
@@ -254,7 +252,7 @@ def build_workload(
         hidden=spec.width(transformer),
         num_tokens=geometry.num_tokens(*bucket),
         sharing=config.parallel.sp_size,
-        batch_size=method.batch_size,
+        batch_size=batch_size or config.dataloader.batch_size,
         trainable_bytes=width if split.zero_stage else trainable_bytes,
         optimizer_bytes=_optimizer_bytes_on_device(config, split),
         stored=config.memory.stored,
@@ -262,17 +260,46 @@ def build_workload(
         activations=counted_activations(config, spec, split, halved=halved),
         accumulates=accumulates,
         ema=config.training.use_ema,
+        trained_outside=weights.trained_outside,
+        gradients_stay=_gradients_stay(config, split),
+        split=split,
+        gathered=gathered,
+        casts=not halved,
+    )
+    latent = (spec.latent_channels(transformer), *geometry.denoised_shape(*bucket))
+    return _with_method(workload, config, weights, latent=latent, trainable_bytes=trainable_bytes)
+
+
+def _with_method(
+    workload: Workload, config: TrainConfig, weights: NetworkWeights, *, latent: tuple[int, int, int, int],
+    trainable_bytes: int,
+) -> Workload:  # fmt: skip
+    """Return a workload with the training method's copies, samples, calls that wait, and clips of a micro-batch.
+
+    Args:
+        workload: of the network alone.
+        config: the run.
+        weights: of the network.
+        latent: channels, frames, height and width of a clip's latents.
+        trainable_bytes: per trainable parameter, before a strategy changes it.
+    """
+    split = workload.split
+    method = method_spec(config).memory(
+        config,
+        latent,
+        batch_size=workload.batch_size,
+        trained=weights.trained * trainable_bytes,
+        reference=weights.total * bytes_of_copy(config, split, trainable_bytes=trainable_bytes),
+    )
+    return replace(
+        workload,
+        batch_size=method.batch_size,
         copy_bytes=method.copies,
         trajectory_bytes=method.trajectories,
         waiting_bytes=4.0 * weights.trained * _waiting(method, split),
         waiting_on_host=4.0 * weights.trained * method.gradients_on_host,
         summed_bytes=_summed_bytes(method, split, weights),
         waiting_calls=method.waiting_calls,
-        trained_outside=weights.trained_outside,
-        gradients_stay=_gradients_stay(config, split),
-        split=split,
-        gathered=gathered,
-        casts=not halved,
     )
 
 

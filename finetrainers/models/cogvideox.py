@@ -112,6 +112,7 @@ class CogVideoXSpec(ModelSpec):
     token_plan = SequenceParallelPlan(
         inputs={"image_rotary_emb": 0}, outputs={"patch_embed": 1}, text_first=("patch_embed",)
     )
+    casts_latents = False
 
     @property
     def image_pipeline_class(self) -> Any:  # type: ignore[override]

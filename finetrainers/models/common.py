@@ -29,6 +29,7 @@ from .batch import ModelComponents
 from .cpu_convolutions import compute_in_fp32_on_cpu
 from .files import hub
 from .files.files import (
+    component_file,
     file_problems,
     frozen_dtype,
     is_hub_id,
@@ -39,7 +40,7 @@ from .files.files import (
 )
 from .files.hub_help import hub_help
 from .files.single_file import load_single_file
-from .files.weights import check_loaded, network_on_meta
+from .files.weights import check_loaded, check_numbers, network_on_meta
 
 T = TypeVar("T")
 
@@ -139,17 +140,18 @@ def load_scheduler(config: ModelSection) -> Any:
     """Load the checkpoint's own scheduler, of the class that its config names."""
     # Any scheduler class reads the file; which one it describes is in `_class_name`.
     raw = load_part(FlowMatchEulerDiscreteScheduler.load_config, config, "scheduler")
+    place = config.pretrained_model_name_or_path
     cls = getattr(diffusers, str(raw.get("_class_name")), None)
-    if cls is None:
+    if cls is None or not hasattr(cls, "from_config"):
         raise InputError(
-            f"the scheduler of {config.pretrained_model_name_or_path} is a {raw.get('_class_name')}, which the "
-            f"installed diffusers {diffusers.__version__} does not have; update diffusers.",
+            f"the scheduler of {place} is a {raw.get('_class_name')}, which the installed diffusers "
+            f"{diffusers.__version__} does not have; update diffusers.",
             "not_installed",
         )
+    check_numbers(cls, raw, str(component_file(config, "scheduler", "scheduler_config.json")))
     try:
         return cls.from_config(raw)
     except Exception as error:  # of any class, which depends on the value
-        place = config.pretrained_model_name_or_path
         message = f"the scheduler of {place} is not a valid {cls.__name__} config: {type(error).__name__}: {error}"
         raise InputError(message) from None
 

@@ -14,6 +14,7 @@ from finetrainers.config.facts import Configs, Facts, Read
 from finetrainers.config.sections import ModelSection
 from finetrainers.utils.addresses import resolve
 from finetrainers.utils.failures import InputError
+from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import model_path
 from finetrainers.utils.registry import Registry
 
@@ -32,7 +33,7 @@ from .files.files import (
     weights_size,
 )
 from .files.hub import OFFLINE, ask, download_advice
-from .lookalikes import class_lookalike, id_lookalike
+from .lookalikes import Lookalike, class_lookalike, file_lookalike, id_lookalike
 
 if TYPE_CHECKING:
     from torch import nn
@@ -138,11 +139,11 @@ class Family:
         configs = read_configs(config, self.facts.parts)
         trained = trained_part(config)
         source = config.transformer_id or config.pretrained_model_name_or_path
-        if is_hub_id(source) and (similar_model := id_lookalike(source)) is not None:
+        vae, transformer = (configs.get(part, {}) for part in ("vae", trained))
+        if (similar_model := _named_lookalike(config, configs, source)) is not None:
             message = f"{source} is {similar_model.description}"
             yield Problem(source_option(config, trained), message, "unsupported")
             return
-        vae, transformer = (configs.get(part, {}) for part in ("vae", trained))
         foreign = self._foreign_classes(config, configs)
         for part, (actual, expected) in foreign.items():
             others = [name for name, family in families().items() if actual in (family.transformer, family.vae)]
@@ -224,6 +225,17 @@ class Family:
             if is_hub_id(root) and part_config(config, part) is None:
                 missing.append((part, root))
         return missing
+
+
+def _named_lookalike(config: ModelSection, configs: Configs, source: str) -> Lookalike | None:
+    """Return the kind that names of the trained network show, or the metadata of its single file, or None."""
+    owners = (trained_part(config), *(() if config.transformer_id else (MODEL_INDEX,)))
+    origins = [configs.get(owner, {}).get("_name_or_path") for owner in owners]
+    similar_model, file = id_lookalike(source, *origins), single_file(config, owners[0])
+    if similar_model is None and file is not None:
+        with contextlib.suppress(OSError, ValueError):  # a damaged file is another problem
+            similar_model = file_lookalike(read_header(file).metadata)
+    return similar_model
 
 
 def _fetch(config: ModelSection, missing: list[tuple[str, str]]) -> None:

@@ -260,6 +260,7 @@ class Kandinsky5Spec(ModelSpec):
     vae_pixel_bytes, vae_frames_at_once = HunyuanVideoSpec.vae_pixel_bytes, HunyuanVideoSpec.vae_frames_at_once
     vae_tile, vae_graph_bytes = HunyuanVideoSpec.vae_tile, HunyuanVideoSpec.vae_graph_bytes
     vae_stats = HunyuanVideoSpec.vae_stats
+    casts_latents = False
 
     # ---- description -----------------------------------------------------------------------------------------------
 

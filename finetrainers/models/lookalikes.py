@@ -1,13 +1,17 @@
 """Checkpoints that resemble those of a family and are not trained, with what to use instead. Imports no torch.
 
-They are recognized by the classes that their configs state, by words of their Hub id where their classes are those of a
-family, and by names that users may give to `--model_name`.
+They are recognized by the classes that their configs state, by words of their Hub id or of the names of their files
+where their classes are those of a family, and by names that users may give to `--model_name`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from finetrainers.utils.reading import parse_json_object
 
 _IMAGES = "it makes images, and all families here make videos; use a trainer of image models"
 _BASE = "training would undo the distillation; train the model that it was distilled from"
@@ -22,7 +26,8 @@ class Lookalike:
         use: what to use instead, or why not, as the end of a sentence; may be empty.
         classes: their transformers and pipelines, as configs state them.
         names: expression for the beginning of a name of the model, in plain letters and digits.
-        ids: expression searched in their Hub ids, in plain letters and digits, where classes do not tell.
+        ids: expression searched in their Hub ids and names of files, in plain letters and digits, where classes do not
+            tell.
     """
 
     name: str
@@ -82,8 +87,9 @@ LOOKALIKES = (
     ),
     Lookalike(
         "a distilled Kandinsky 5", "training would undo the distillation; train "
-        "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers", ids="kandinsky50.*(distil|nocfg)",
+        "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers", ids="kandinsky50?.*(distil|nocfg)",
     ),
+    Lookalike("a distilled Mochi or SkyReels-V2", _BASE, ids="(mochi|skyreelsv2).*distil|fastmochi"),
     Lookalike(
         "Kandinsky 6", "it makes sound with the video; train kandinsky5",
         ("Kandinsky6Transformer3DModel", "Kandinsky6SRTransformer3DModel", "Kandinsky6TI2VAPipeline"), "kandinsky6",
@@ -132,10 +138,18 @@ def class_lookalike(*names: object) -> Lookalike | None:
     return next((model for model in LOOKALIKES if any(name in model.classes for name in names)), None)
 
 
-def id_lookalike(hub_id: str) -> Lookalike | None:
-    """Return the kind that a Hub id shows, whose classes are those of a family, or None."""
-    plain = plain_name(hub_id)
-    return next((model for model in LOOKALIKES if model.ids and re.search(model.ids, plain)), None)
+def id_lookalike(*sources: object) -> Lookalike | None:
+    """Return the kind that a name in Hub ids or paths shows, whose classes are those of a family, or None."""
+    names = [plain_name(name) for source in sources if isinstance(source, str) for name in source.split("/")]
+    return next((m for m in LOOKALIKES if m.ids and any(re.search(m.ids, name) for name in names)), None)
+
+
+def file_lookalike(metadata: Mapping[str, str]) -> Lookalike | None:
+    """Return the kind that the metadata of a weight file shows: Lightricks states the steps of distilled networks."""
+    with contextlib.suppress(ValueError):
+        if parse_json_object(metadata.get("config", "{}"), "config").get("allowed_inference_steps"):
+            return Lookalike("distilled to few steps", _BASE)
+    return None
 
 
 def name_lookalike(name: str) -> tuple[Lookalike, str] | None:

@@ -139,8 +139,9 @@ def check_written(path: Path, lora: Lora, *, spec: ModelSpec, network: nn.Module
     """
     error = _compare(spec.lora_of(path), lora, path)
     if (spec.name, kind) in BLOCKS_ALONE:
-        outside = tuple(name for name in lora.layers if not name.startswith(_blocks(spec)))
-        return Checked(len(lora.layers), error, None, outside, BLOCKS_ALONE[spec.name, kind])
+        program, *further = BLOCKS_ALONE[spec.name, kind]
+        outside = tuple(name for name in lora.layers if not name.startswith((*_blocks(spec), *further)))
+        return Checked(len(lora.layers), error, None, outside, program)
     if kind != "comfyui" or not _diffusers_reads(spec, network):
         return Checked(len(lora.layers), error)
     state = spec.pipeline_class.lora_state_dict(str(path.parent), weight_name=path.name, use_safetensors=True)

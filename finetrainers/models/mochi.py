@@ -143,6 +143,7 @@ class MochiSpec(ModelSpec):
     attentions = (AttentionSpec("transformer_blocks", "joint", "joint"),)
     vae_pixel_bytes, vae_tile = 1340, (256, 256)
     vae_graph_bytes = (3430, 0, 14500)
+    casts_latents = False
 
     @property
     def pipeline_class(self) -> Any:  # type: ignore[override]

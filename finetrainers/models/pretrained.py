@@ -263,6 +263,13 @@ class PretrainedModel(ABC):
             return f"load_lora_weights({place}{name}{''.join(f', {key}={value}' for key, value in options.items())})"
         return f'{part}.load_lora_adapter({place}, prefix="{part}", weight_name="{file or saving.LORA_FILE}")'
 
+    @property
+    def strength_call(self) -> str:
+        """Call that sets the strength of the LoRA that `load_call` has loaded."""
+        if self._lora_options is not None:
+            return "set_adapters(pipe.get_active_adapters(), 1.0)"
+        return f"{self.facts.trained}.set_adapters(pipe.{self.facts.trained}.active_adapters(), 1.0)"
+
     def save_full(
         self,
         directory: Path,

@@ -129,8 +129,8 @@ def with_family(model: ModelSection) -> ModelSection:
     )
 
 
-def build_tiny(name: str, directory: Path, *, seed: int = 0, version: str | None = None) -> None:
-    """Write a complete tiny random repository of a family, in diffusers layout; default: of its first version.
+def tiny_builder(name: str, version: str | None = None) -> str:
+    """Return the address of the function that writes a tiny model of a family and version.
 
     Raises:
         KeyError: unknown family or version, or a family that brings no tiny model.
@@ -139,10 +139,19 @@ def build_tiny(name: str, directory: Path, *, seed: int = 0, version: str | None
     if family.tiny is None:
         raise KeyError(f"model family {name!r} has no tiny model")
     if version is not None and version not in family.tiny_versions:
-        raise KeyError(
-            f"{name} has no tiny model {version!r}; valid: {', '.join(family.tiny_versions) or 'one version'}"
-        )
-    resolve(family.tiny)(directory, seed=seed, **({} if version is None else {"version": version}))
+        versions = ", ".join(family.tiny_versions) or "leave it out"
+        raise KeyError(f"{name} has no tiny model {version!r}; valid: {versions}")
+    return family.tiny
+
+
+def build_tiny(name: str, directory: Path, *, seed: int = 0, version: str | None = None) -> None:
+    """Write a complete tiny random repository of a family, in diffusers layout; default: of its first version.
+
+    Raises:
+        KeyError: as `tiny_builder`.
+    """
+    build = resolve(tiny_builder(name, version))
+    build(directory, seed=seed, **({} if version is None else {"version": version}))
 
 
 # ---- names of weights ------------------------------------------------------------------------------------------------

@@ -59,6 +59,8 @@ class ModelSpec(PretrainedModel):
 
     #: The diffusers pipeline that also takes a first frame, or None, so that images for samples are refused.
     image_pipeline_class: Any = None
+    #: Whether the pipelines cast latents to the VAE's dtype, so that a model card may load it in another.
+    casts_latents: bool = True
     #: Names of the transformer's block lists, for checkpointing, wrapping, compiling, and the memory estimate.
     blocks: tuple[str, ...] = ("transformer_blocks",)
     #: Where the network's tensors have tokens that processes can share, or None, so that `--sp_size` is refused.

@@ -18,14 +18,15 @@ from finetrainers.utils.failures import InputError
 
 from .tiny import save_pipeline, seeded
 from .tiny_tokenizers import t5_tokenizer
-from .tiny_wan import SEES_IMAGE, image_encoder, image_processor, text_encoder, wan_vae
+from .tiny_wan import IMAGE_TOKENS, SEES_IMAGE, image_encoder, image_processor, text_encoder, wan_vae
 
-SkyReelsV2Version = Literal["t2v", "i2v", "df"]
+SkyReelsV2Version = Literal["t2v", "i2v", "flf2v", "df"]
 #: By version: pipeline, the shift that its publishers recommend, and options of its transformer; that of the published
 #: 1.3B diffusion-forcing checkpoint takes the frame rate.
 _VERSIONS: dict[str, tuple[Any, float, dict[str, Any]]] = {
     "t2v": (SkyReelsV2Pipeline, 8.0, {}),
     "i2v": (SkyReelsV2ImageToVideoPipeline, 5.0, SEES_IMAGE),
+    "flf2v": (SkyReelsV2ImageToVideoPipeline, 5.0, {**SEES_IMAGE, "pos_embed_seq_len": 2 * IMAGE_TOKENS}),
     "df": (SkyReelsV2DiffusionForcingPipeline, 8.0, {"inject_sample_info": True}),
 }
 
@@ -71,7 +72,7 @@ def build_skyreels_v2(
                 prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=shift
             ),
         }  # fmt: skip
-        if version == "i2v":
+        if "image_dim" in options:
             encoder = image_encoder(CLIPVisionModelWithProjection)
             parts |= {"image_encoder": encoder, "image_processor": image_processor()}
         pipeline = pipeline_class(**parts)

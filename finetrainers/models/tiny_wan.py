@@ -22,14 +22,14 @@ from .tiny_tokenizers import t5_tokenizer
 WanVersion = Literal["t2v", "i2v", "flf2v", "ti2v", "a14b", "a14b_i2v"]
 #: CLIP sees 16 x 16 patches of an image, as the published one, of 2 x 2 pixels.
 _CLIP_SIDE, _CLIP_WIDTH = 32, 16
-_IMAGE_TOKENS = 257
+IMAGE_TOKENS = 257
 ON_CHANNELS = {"in_channels": 36}
 SEES_IMAGE = {**ON_CHANNELS, "image_dim": _CLIP_WIDTH, "added_kv_proj_dim": 48}
 #: By version: the shift of its scheduler, and options of its transformer and of its pipeline.
 _VERSIONS: dict[str, tuple[float, dict[str, Any], dict[str, Any]]] = {
     "t2v": (3.0, {}, {}),
     "i2v": (3.0, SEES_IMAGE, {}),
-    "flf2v": (5.0, {**SEES_IMAGE, "pos_embed_seq_len": 2 * _IMAGE_TOKENS}, {}),
+    "flf2v": (5.0, {**SEES_IMAGE, "pos_embed_seq_len": 2 * IMAGE_TOKENS}, {}),
     "ti2v": (5.0, {"in_channels": 48, "out_channels": 48}, {"expand_timesteps": True}),
     "a14b": (3.0, {}, {"boundary_ratio": 0.875}),
     "a14b_i2v": (5.0, ON_CHANNELS, {"boundary_ratio": 0.9}),

@@ -55,7 +55,8 @@ def run_needs(checked: ResolvedRun) -> Iterator[Need]:
             yield Need("--sp_size", "streams", "dropout with sequence parallelism", "remove --lora_dropout")
     if method.samples:
         name = config.training.method
-        yield Need("--method", "sampling_times", f"--method {name}", "use a method that trains on clips")
+        remedy = "use a method that trains on clips: a rollout has one noise level for all frames"
+        yield Need("--method", "sampling_times", f"--method {name}", remedy)
     decoded = method.decode_gradient(config, checked.plan.size, checked.geometry)
     if decoded is not None and not decoded[1]:
         yield Need("--checkpoint_vae", "recompute_decoder", "recomputing its VAE's decoder", "use --no-checkpoint_vae")

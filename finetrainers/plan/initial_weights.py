@@ -253,7 +253,7 @@ def _target_differences(modules: list[str], targets: list[str]) -> Iterator[str]
     if unmatched:
         yield (
             f"target_modules: the file adapts {plural(len(unmatched), 'module')} that {' '.join(targets)} does not "
-            f"name, e.g. {unmatched[0]}"
+            f"name, e.g. {unmatched[0]}{'; it may belong to another model' if unmatched == modules else ''}"
         )
     unused = [target for target in targets if not any(matches(target, module) for module in modules)]
     if unused:

@@ -115,7 +115,17 @@ class RunMemory:
         machine, device = machine or self.machine, device or self.device
         config = config or self.checked.config
         config = with_open_options(config) if device.type == "cuda" and machine is not None else config
-        spec, geometry = self._load_spec(config.model), self.checked.geometry
+        run = self._run_to_plan(config, self._sizes_of_run(config, device, batch))
+        earlier = self.checked.start.memory_choices
+        if earlier and machine is not None:
+            return repeat_choices(config, run, machine, earlier)
+        return choose_automatic(config, run, machine)
+
+    def _sizes_of_run(
+        self, config: TrainConfig, device: TargetDevice, batch: tuple[tuple[int, int, int], int] | None
+    ) -> RunSizes:
+        """Return the sizes that do not depend on the open options; see `choose`."""
+        spec = self._load_spec(config.model)
         bucket, clips = batch or (self._around.bucket, self.checked.plan.heaviest(config)[1])
         # Encoding beforehand takes clips of all buckets; otherwise only those of the micro-batch are encoded.
         only_bucket = batch is not None and self._around.encoded and not config.data.precompute_conditions
@@ -135,6 +145,11 @@ class RunMemory:
         if own.rewards(config) != own.rewards(self.checked.config):  # other options compute them elsewhere
             rewards, scoring = self._reward_bytes(config, around.bucket)
             around = replace(around, rewards=rewards, scoring=scoring)
+        return around
+
+    def _run_to_plan(self, config: TrainConfig, around: RunSizes) -> Run:
+        """Return the run whose open options are chosen, with estimates for values of them."""
+        spec, geometry = self._load_spec(config.model), self.checked.geometry
 
         def plan(changed: TrainConfig) -> RunPlan:
             return plan_run(changed, geometry, self.transformer, spec=self._load_spec(changed.model), around=around)
@@ -147,15 +162,11 @@ class RunMemory:
             )  # fmt: skip
 
         is_unsharded = not (around.split.gathers or around.split.zero_stage)
-        run = Run(
+        return Run(
             plan, model, len(spec.block_modules(self.transformer)),
             may_offload_samples=is_unsharded and bool(around.sampled),
-            decodes=own.samples, split=around.split,
+            decodes=method_spec(config).samples, split=around.split,
         )  # fmt: skip
-        earlier = self.checked.start.memory_choices
-        if earlier and machine is not None:
-            return repeat_choices(config, run, machine, earlier)
-        return choose_automatic(config, run, machine)
 
     def _load_spec(self, model: ModelSection) -> ModelSpec:
         """Return the spec of the model with these options, which reads its configs once."""

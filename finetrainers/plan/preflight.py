@@ -23,7 +23,7 @@ from finetrainers.config.prompts import MEDIA_OPTIONS, ValidationPrompt, parse_e
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sections import AUTO, ValidationSection
 from finetrainers.config.target import TargetDevice, target_device
-from finetrainers.data.buckets.frames import num_available, playback_fps, sampling_fps
+from finetrainers.data.buckets.frames import sampling_fps
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.reading.items import DataError
 from finetrainers.data.reading.media import decoding, open_image
@@ -41,9 +41,9 @@ from finetrainers.utils.fetch import is_url, start_fetching
 from finetrainers.utils.files import folder_problem
 from finetrainers.utils.launch import launch_problems, launched_processes, restart_warning
 from finetrainers.utils.packaged import SCHEME, model_path
-from finetrainers.utils.text import plural
 from finetrainers.utils.versions import version_problem
 
+from .check_videos import check_prompt_videos
 from .chosen import SIZES, choose_by_data, choose_defaults, choose_recommended, take_from_run
 from .initial_weights import InitialWeights, with_other_expert
 from .ownership import MODEL_OPTIONS, model_sources, output_dir_problems
@@ -138,8 +138,6 @@ def preflight(
         _check_output_dir(config, family, findings)
     earlier = scan_checkpoints(config.run.output_dir)
     config, checkpoint, initial = _find_weights(config, findings, damaged or {})
-    if initial is not None and initial.kind == "full":
-        config = with_options(config, "model", transformer_id=str(initial.path))
     facts, is_readable = _find_facts(config, family, initial, weights=weights, findings=findings)
     config = resolve_other_expert(config, facts, findings)
     if method is not None and checkpoint is None:
@@ -147,28 +145,16 @@ def preflight(
     prompts = read_prompts(config, findings)
     scored = _read_scored(config, method, findings)
     rules = option_findings(config, facts, prompts, scored, device=target_device(config))
-    findings.errors += rules.errors
-    findings.warnings += rules.warnings
+    findings.add(rules.errors, rules.warnings)
     _check_result(config, facts, findings)
     config = _with_media(config, facts)
     if not preparing:
-        check_tracker(config, findings)
-        if earlier and config.training.resume_from_checkpoint is None:  # including damaged ones
-            message = (
-                f"{config.run.output_dir} holds checkpoints of an earlier run; continue it with "
-                "--resume_from_checkpoint latest, or use another directory"
-            )
-            findings.error("output_dir", message, "occupied")
-    start = None
-    plan = None if method is None else _find_work(config, facts, method, planner, findings)
-    if plan is not None:
-        config = choose_by_data(config, facts, plan, resumes=checkpoint is not None)
-        config = _check_work(config, facts, plan, prompts, scored, findings)
-    if plan is not None and is_readable and not _has_problem(findings, ("init_from", "resume_from_checkpoint")):
-        begin: Callable[..., Start] = new_run if checkpoint is None else partial(resume_run, checkpoint=checkpoint)
-        with collecting_problems(findings.errors, "--resume_from_checkpoint"):
-            start = begin(config, plan, initial=initial, data_size=config.parallel.data_size(launched_processes()))
-    if findings.errors or plan is None or start is None:
+        _check_records(config, earlier, findings)
+    plan = _find_work(config, facts, method, planner, findings)
+    config = choose_by_data(config, facts, plan, resumes=checkpoint is not None)
+    config = _check_work(config, facts, plan, prompts, scored, findings)
+    start = _find_start(config, plan, checkpoint, initial, findings) if is_readable else None
+    if findings.errors or start is None:
         raise ConfigError(findings.errors)
     warnings = [*findings.warnings, *plan.warnings, *start.warnings]
     return ResolvedRun(config, facts, prompts, plan, start, warnings, earlier, scored=scored)
@@ -224,17 +210,51 @@ def _find_method(config: TrainConfig, findings: Findings) -> MethodSpec | None:
     return None
 
 
+def _check_records(config: TrainConfig, earlier: Sequence[CheckpointInfo], findings: Findings) -> None:
+    """Report missing trackers, and checkpoints, including damaged ones, that the run does not continue."""
+    check_tracker(config, findings)
+    if earlier and config.training.resume_from_checkpoint is None:
+        message = (
+            f"{config.run.output_dir} holds checkpoints of an earlier run; continue it with "
+            "--resume_from_checkpoint latest, or use another directory"
+        )
+        findings.error("output_dir", message, "occupied")
+
+
+def _find_start(
+    config: TrainConfig,
+    plan: TrainingSet,
+    checkpoint: Path | None,
+    initial: InitialWeights | None,
+    findings: Findings,
+) -> Start | None:
+    """Return the start of a new or resumed run, or None if the findings have errors about it."""
+    if _has_problem(findings, ("init_from", "resume_from_checkpoint")):
+        return None
+    begin: Callable[..., Start] = new_run if checkpoint is None else partial(resume_run, checkpoint=checkpoint)
+    with collecting_problems(findings.errors, "--resume_from_checkpoint"):
+        return begin(config, plan, initial=initial, data_size=config.parallel.data_size(launched_processes()))
+    return None
+
+
 def _find_work(
-    config: TrainConfig, facts: Facts, method: MethodSpec, planner: Planner, findings: Findings
-) -> TrainingSet | None:
-    """Return the work of the run, or None and errors among the findings if it cannot be determined."""
+    config: TrainConfig, facts: Facts, method: MethodSpec | None, planner: Planner, findings: Findings
+) -> TrainingSet:
+    """Return the work of the run.
+
+    Raises:
+        ConfigError: it cannot be determined; with all problems.
+    """
+    plan = None
     backend = backend_problem(config.data.video_backend)
     if backend is not None:  # it would fail for every clip
         findings.error("video_backend", backend, "not_installed")
-        return None
-    with collecting_problems(findings.errors, "data", DataError):
-        return planner(config, facts.geometry, sizes_are_wrong=_has_problem(findings, method.size_options))
-    return None
+    elif method is not None:
+        with collecting_problems(findings.errors, "data", DataError):
+            plan = planner(config, facts.geometry, sizes_are_wrong=_has_problem(findings, method.size_options))
+    if plan is None:
+        raise ConfigError(findings.errors)
+    return plan
 
 
 def _check_work(
@@ -317,6 +337,8 @@ def _find_weights(
     if not findings.errors:
         with collecting_problems(findings.errors, "--init_from"):
             initial = initial_weights(config, checkpoint)
+    if initial is not None and initial.kind == "full":
+        config = with_options(config, "model", transformer_id=str(initial.path))
     return config, checkpoint, initial
 
 
@@ -512,61 +534,6 @@ def check_pipeline_arguments(
     arguments = config.validation.validation_pipeline_arguments
     for message, kind in argument_problems(arguments, facts, [frames for frames, _, _ in sizes]):
         findings.error("validation_pipeline_arguments", message, kind)
-
-
-def check_prompt_videos(
-    config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], size: tuple[int, int, int], findings: Findings,
-    *, option: str | None = None,
-) -> None:  # fmt: skip
-    """Check that control videos are as long as the sample, and that conditioning frames leave some to sample.
-
-    Args:
-        config: the run.
-        facts: of the model.
-        prompts: to sample.
-        size: of prompts without one.
-        findings: receives the errors.
-        option: that gave the prompts, or None if each medium has its own.
-    """
-    rate = config.validation.validation_frame_rate or facts.geometry.fps
-    for prompt in prompts:
-        needed = (prompt.size or size)[0]
-        if (
-            facts.media
-            and prompt.video
-            and (video_frames := _count_frames(Path(prompt.video), rate))
-            and video_frames[0] < needed
-        ):
-            message = f"{prompt.video} has {video_frames[1]}, and {needed} are sampled; use a longer one"
-            findings.error(option or "validation_videos", message, "mismatch")
-        if facts.any_frame and prompt.prefix and (video_frames := _count_frames(prompt.prefix[0], rate)):
-            path, frames = prompt.prefix
-            if problem := facts.geometry.prefix_problem(
-                frames, video_frames[0], needed, ending=prompt.last_image is not None
-            ):
-                message = f"{path} has {video_frames[1]}{problem}"
-                findings.error(option or "validation_video_prefixes", message, "mismatch")
-        num_given = sum(1 for image in (prompt.image or prompt.video, prompt.last_image) if image)
-        if prompt.last_image and facts.geometry.latent_shape(needed, 0, 0)[0] <= num_given:
-            given_frames = "the first and the last frame are" if num_given > 1 else "the last frame is"
-            message = f"{given_frames} all that a sample of {needed} frames has; sample more"
-            findings.error(option or "validation_last_images", message, "conflict")
-
-
-def _count_frames(path: Path, rate: float) -> tuple[int, str] | None:
-    """Return the number of frames that a video gives at a frame rate, and a description, or None if it is unreadable.
-
-    Its read error has been reported already.
-    """
-    if not path.is_file():
-        return None
-    try:
-        video = probe(path)
-    except InvalidSampleError:
-        return None
-    fps = playback_fps(video.fps, rate)
-    available = num_available(video.frames, source_fps=video.fps, fps=fps)
-    return available, f"{plural(available, 'frame')} at {fps:.4g} fps"
 
 
 def check_tracker(config: TrainConfig, findings: Findings) -> None:

@@ -66,7 +66,7 @@ _CARD = """---
 ## Use in diffusers
 
 ```bash
-pip install torch "diffusers>=0.40" transformers accelerate peft sentencepiece protobuf av{%
+pip install torch "diffusers>=0.40" "transformers>=5.10.1" accelerate peft sentencepiece protobuf av{%
     if media %} imageio imageio-ffmpeg{% endif %}
 ```
 
@@ -97,12 +97,13 @@ pipe = {{ pipeline }}.from_pretrained({{ base }}, torch_dtype={{ dtypes }})
 pipe.{{ call | safe }}
 {%- endfor %}
 {%- if has_strength %}
-pipe.set_adapters(pipe.get_active_adapters(), 1.0)  # the strength
+pipe.{{ strength_call | safe }}  # the strength
 {%- endif %}
 {% else %}
 {{ part }} = {{ transformer }}.from_pretrained({{ location | tojson }}, subfolder="{{ part }}", torch_dtype={{ dtype }})
 pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_dtype={{ dtypes }})
 {% endif %}{% if not packaged %}pipe.to("cuda")
+{% endif %}{% if guider_scale %}pipe.guider = pipe.guider.new(guidance_scale={{ guider_scale }})
 {% endif %}video = pipe(
     prompt={{ example | tojson }},{% if needs_image %}
     image=load_image("first_frame.png"),{% endif %}
@@ -111,8 +112,10 @@ pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_d
 {%- else %}
     num_frames={{ size[0] }},
 {%- endfor %}
+{%- if takes_size %}
     height={{ size[1] }},
     width={{ size[2] }},
+{%- endif %}
 {%- if takes_rate %}
     frame_rate={{ "%g" % frame_rate }},
 {%- endif %}
@@ -229,7 +232,7 @@ def model_card(state: TrainState, checked: ResolvedRun) -> str:
         is_lora=is_lora,
         packaged=packaged,
         base=Markup(f"model_path({json.dumps(base)})" if packaged else json.dumps(base)),
-        **_dtypes(config.model),
+        **_dtypes(config.model, spec),
         own_transformer=own if is_lora else None,
         from_file=is_lora and own is not None and Path(own).is_file(),
         in_subfolder=own is not None and not (Path(own) / "config.json").is_file(),
@@ -249,6 +252,7 @@ def model_card(state: TrainState, checked: ResolvedRun) -> str:
         is_pair=is_lora and config.model.other_expert is not None,
         exported="comfyui" in config.run.export_formats,
         comfyui=not packaged and comfyui_reads(config, spec.facts),
+        strength_call=spec.strength_call,
         has_strength=spec.facts.trained == "transformer" and config.model.other_expert is None,
         **_call(checked, spec),
         needs_image=needs_image,
@@ -292,24 +296,28 @@ def _other_expert(config: TrainConfig, facts: Facts) -> str | None:
     return next((source for part, source, _ in replaced if part in facts.experts), None)
 
 
-def _dtypes(model: ModelSection) -> dict[str, Markup]:
+def _dtypes(model: ModelSection, spec: ModelSpec) -> dict[str, Markup]:
     """Return the dtype of the transformer and those of the pipeline's components, as code."""
     if model.pretrained_model_name_or_path.startswith(SCHEME):
         return dict.fromkeys(("dtype", "dtypes"), Markup("torch.float32"))
     mixed, dtype = Markup('{"vae": torch.float32, "default": torch.bfloat16}'), Markup("torch.bfloat16")
-    return {"dtype": dtype, "dtypes": mixed if model.vae_dtype == "fp32" else dtype}
+    return {"dtype": dtype, "dtypes": mixed if model.vae_dtype == "fp32" and spec.casts_latents else dtype}
 
 
 def _call(checked: ResolvedRun, spec: ModelSpec) -> dict[str, Any]:
     """Return the pipeline's arguments, as for the first validation sample if there is one."""
     first = checked.prompts[0] if checked.prompts else None
+    sampled = {} if first is None else dict(sampling_arguments(checked.config, first.prompt))
+    parameters = signature(spec.pipeline_class.__call__).parameters
     frames, *sides = (None if first is None else first.size) or checked.plan.size
     return {
         "example": checked.plan.example if first is None else first.prompt,
         "size": (max(frames, spec.facts.least_frames), *sides),
         "frame_rate": checked.frame_rate,
-        "takes_rate": "frame_rate" in signature(spec.pipeline_class.__call__).parameters,
-        "as_sampled": [] if first is None else sampling_arguments(checked.config, first.prompt),
+        "takes_rate": "frame_rate" in parameters,
+        "takes_size": "height" in parameters,  # else it is that of the image
+        "as_sampled": [(name, value) for name, value in sampled.items() if name in parameters],
+        "guider_scale": None if "guidance_scale" in parameters else sampled.get("guidance_scale"),
     }
 
 

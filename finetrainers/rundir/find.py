@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,26 +127,29 @@ def find_checkpoint(
     if requested in ("auto", "latest"):
         return _find_newest_verified(root, checkpoints, find_damage, weights_only=weights_only)
     names = ", ".join(str(checkpoint.step) for checkpoint in checkpoints if checkpoint.damage is None) or "none"
-    if requested.isdigit():
-        matches = [checkpoint.path for checkpoint in checkpoints if checkpoint.step == int(requested)]
-        if not matches:
-            raise InputError(f"no checkpoint of step {requested} in {root}; valid: {names}", "not_found")
-        path = matches[0]
-    else:
-        path = Path(requested)
-        if not (path / "state.json").is_file():
-            raise InputError(
-                f"{requested} is not a checkpoint (no state.json); use `auto`, `latest`, a step ({names}) or a "
-                "directory",
-                "not_found",
-            )
+    path = _find_named(requested, root, checkpoints, names)
     problem = find_damage(path)
-    if problem is not None:
-        if lacks_optimizer(path):
-            raise InputError(f"{path} {WITHOUT_OPTIMIZER}", "not_found")
-        message = f"{path} is damaged: {problem}; `latest` uses the newest complete one (by file sizes: {names})"
-        raise InputError(message, "unreadable")
-    return path
+    if problem is None:
+        return path
+    if lacks_optimizer(path):
+        raise InputError(f"{path} {WITHOUT_OPTIMIZER}", "not_found")
+    message = f"{path} is damaged: {problem}; `latest` uses the newest complete one (by file sizes: {names})"
+    raise InputError(message, "unreadable")
+
+
+def _find_named(requested: str, root: Path, checkpoints: Sequence[CheckpointInfo], names: str) -> Path:
+    """Return the checkpoint of a step, or the directory; `names` are the complete ones for messages."""
+    if requested.isdigit():
+        path = next((checkpoint.path for checkpoint in checkpoints if checkpoint.step == int(requested)), None)
+        if path is None:
+            raise InputError(f"no checkpoint of step {requested} in {root}; valid: {names}", "not_found")
+        return path
+    if not (Path(requested) / "state.json").is_file():
+        raise InputError(
+            f"{requested} is not a checkpoint (no state.json); use `auto`, `latest`, a step ({names}) or a directory",
+            "not_found",
+        )
+    return Path(requested)
 
 
 def _find_newest_verified(

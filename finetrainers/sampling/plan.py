@@ -32,12 +32,12 @@ from finetrainers.models.registry import (
     vae_digest,
 )
 from finetrainers.parallel.sharding import with_launcher
+from finetrainers.plan.check_videos import check_prompt_videos
 from finetrainers.plan.chosen import choose_defaults
 from finetrainers.plan.ownership import samples_problem
 from finetrainers.plan.preflight import (
     check_paths,
     check_pipeline_arguments,
-    check_prompt_videos,
     read_prompts,
     resolve_family,
     resolve_other_expert,

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -205,9 +205,10 @@ class _Drawing:
             [plan.prompts[index] for index in used], negative=plan.negative, failed=failed
         )
         total = plan.config.validation.validation_inference_steps * sum(map(len, local_samples.values()))
-        with Meter("denoised", "steps", enabled=parallel.is_main, transient=is_kept) as meter:
+        bar = Meter("denoised", "steps", enabled=parallel.is_main, transient=is_kept)
+        with bar as meter, contextlib.ExitStack() as undo:
             meter(self._steps, total)
-            settings = self._settings(sampler.spec, meter, total)
+            settings = self._settings(sampler, meter, total, undo)
             for variant, samples in local_samples.items():
                 errors = {used[index]: error for index, error in failed.items()}
                 requests = self._requests(samples, sampler.spec, encoded, settings, errors)
@@ -275,9 +276,9 @@ class _Drawing:
         self.problems[sample.key] = f"{clip}: {reason}"
         logger.error("%s: %s", clip, reason, exc_info=error if sentence is None else None)
 
-    def _settings(self, spec: ModelSpec, meter: Meter, total: int) -> SamplingSettings:
-        """Return the sampling settings, with a count of denoising steps if the pipeline has a callback for them."""
-        validation = self.plan.config.validation
+    def _settings(self, sampler: Sampler, meter: Meter, total: int, undo: contextlib.ExitStack) -> SamplingSettings:
+        """Return the sampling settings; denoising steps are counted by the pipeline, else by the scheduler."""
+        validation, spec = self.plan.config.validation, sampler.spec
 
         def count(*arguments: Any) -> dict[str, Any]:
             self._steps = min(self._steps + 1, total)
@@ -287,10 +288,29 @@ class _Drawing:
         classes = (spec.pipeline_class, spec.image_pipeline_class or spec.pipeline_class)
         has_callback = all("callback_on_step_end" in inspect.signature(cls.__call__).parameters for cls in classes)
         extra = {"callback_on_step_end": count} if has_callback else {}
+        if not has_callback:
+            undo.enter_context(_after_steps(sampler.scheduler, count))
         return SamplingSettings(
             self.plan.frame_rate, validation.validation_inference_steps, validation.validation_guidance_scale,
             validation.validation_guidance_scale_2, {**extra, **dict(validation.validation_pipeline_arguments)},
         )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _after_steps(scheduler: Any, call: Callable[[], Any]) -> Iterator[None]:
+    """Call a function after each step of a scheduler."""
+    step = scheduler.step
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        result = step(*arguments, **options)
+        call()
+        return result
+
+    scheduler.step = counted
+    try:
+        yield
+    finally:
+        del scheduler.step
 
 
 @dataclass(frozen=True)

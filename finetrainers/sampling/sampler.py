@@ -64,7 +64,7 @@ class Sampler:
         #: Quantizes networks, or None for the CPU, where idle ones wait.
         self._storing_device = None if offload else parallel.device
         self.spec.store_expert = partial(store_expert, config=config, spec=self.spec, device=self._storing_device)
-        self._scheduler = self.spec.load_scheduler()
+        self.scheduler = self.spec.load_scheduler()
         self._vae: nn.Module | None = None
         self._network: nn.Module | None = None
         self._loaded_weights: Weights | None = None  # weights of the loaded network
@@ -102,7 +102,7 @@ class Sampler:
         if not self.offload:
             network.to(device)
             self._vae.to(device)
-        parts = SamplingComponents(network, self._vae, self._scheduler, device, offload=self.offload)
+        parts = SamplingComponents(network, self._vae, self.scheduler, device, offload=self.offload)
         waiting = [
             replace(request, conditions=request.conditions.to("cpu", dtype), negative=request.negative.to("cpu", dtype))
             for request in requests

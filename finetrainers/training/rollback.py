@@ -9,7 +9,7 @@ from finetrainers.plan.trainable import trainable_dtype
 from finetrainers.rundir.find import find_checkpoint, read_state
 
 from .checkpoints.restore import load_checkpoint
-from .guards.nonfinite import NonFiniteError
+from .guards.nonfinite import AS_LOADED, NonFiniteError
 from .state import TrainState
 from .trained_weights import load_lora_weights
 
@@ -56,9 +56,9 @@ def _find_newest(state: TrainState) -> Path:
             problem = str(error)
     path, problem = state.parallel.broadcast_object((path, problem))
     if path is None:
+        advice = AS_LOADED if state.step == 0 else "Lower --lr, or save more often with --checkpointing_steps"
         raise NonFiniteError(
-            f"step {state.step + 1} was not finite, and there is no checkpoint to roll back to: {problem}. Lower "
-            "--lr, or save more often with --checkpointing_steps"
+            f"step {state.step + 1} was not finite, and there is no checkpoint to roll back to: {problem}. {advice}"
         )
     return path
 

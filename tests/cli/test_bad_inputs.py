@@ -11,16 +11,25 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
-from diffusers import LTXVideoTransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    CogVideoXDDIMScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    LTXVideoTransformer3DModel,
+)
 from safetensors.numpy import save_file
+from transformers import CLIPTextModel, LlamaModel
 
 import finetrainers
-from finetrainers.models.files.weights import network_on_meta
+from finetrainers.config.sections import ModelSection
+from finetrainers.models.common import load_scheduler
+from finetrainers.models.files.weights import check_numbers, network_on_meta
 from finetrainers.plan.initial_weights import read_lora_header
 from finetrainers.utils.failures import FileError, InputError, Kind, error_kind
 from finetrainers.utils.files import write_text_atomic
@@ -85,6 +94,8 @@ def test_places_in_which_nothing_can_be_made(odd: Path, monkeypatch: pytest.Monk
         name = "/proc/x.html" if command[-1] == "--output" and command[0] == "report" else "/proc/x"
         code, problems = refused_command([*command, name])
         assert (code, command[-1]) in [(2, where) for where, _ in problems], (command, problems)
+    for name in ("pipe", "none"):
+        assert ("--text_encoder_id", "not_found") in refused_command(["train", *MODEL, "--text_encoder_id", name])[1]
     Path("broken").symlink_to("none")
     command = ["train", *MODEL, "--data_root", ".", "--output_dir", "broken/x"]
     assert ("--output_dir", "invalid") in refused_command(command)[1]
@@ -195,6 +206,7 @@ CONFIGS: list[tuple[str, str, object]] = [
     ("text_encoder/config.json", "d_kv", "x"), ("text_encoder/config.json", "relative_attention_max_distance", -1),
     ("scheduler/scheduler_config.json", "num_train_timesteps", 0),
     ("scheduler/scheduler_config.json", "_class_name", [1]),
+    ("vae/config.json", "scaling_factor", 1e308),
 ]  # fmt: skip
 
 
@@ -208,14 +220,34 @@ def test_configs_of_models(odd: Path) -> None:
         code, problems = refused_command([*command, "--data_root", "none"])
         assert (code, ("--pretrained_model_name_or_path", "invalid") in problems) == (2, True), (file, key, problems)
         write_text_atomic(model / file, text)
+    write_text_atomic(model / "scheduler/scheduler_config.json", '{"_class_name": "DDIMScheduler", "beta_end": -1}')
+    with refused("invalid", "scheduler_config.json", "beta_end"):
+        load_scheduler(ModelSection(pretrained_model_name_or_path=str(model)))
 
 
 def test_numbers_that_only_a_forward_pass_reads() -> None:
     settings = {"num_layers": 1, "num_attention_heads": 1, "attention_head_dim": 4, "cross_attention_dim": 4}
     network_on_meta(LTXVideoTransformer3DModel, {**settings, "norm_eps": 1}, "a config")
-    for key, value in (("norm_eps", "x"), ("norm_eps", [1e-6]), ("attention_bias", {})):
+    for key, value in (
+        ("norm_eps", "x"),
+        ("norm_eps", [1e-6]),
+        ("attention_bias", {}),
+        ("norm_eps", -1),
+        ("patch_size_t", 1e9),
+    ):
         with pytest.raises(InputError, match=key):
             network_on_meta(LTXVideoTransformer3DModel, {**settings, key: value}, "a config")
+    signs: list[tuple[type, str, object, bool]] = [
+        (LTXVideoTransformer3DModel, "norm_eps", 0, True), (FlowMatchEulerDiscreteScheduler, "shift", 0, False),
+        (FlowMatchEulerDiscreteScheduler, "base_shift", -0.5, True),  # an exponent
+        (CogVideoXDDIMScheduler, "snr_shift_scale", -1, False), (AutoencoderKLWan, "latents_std", [1, 0.0], False),
+        (AutoencoderKLWan, "latents_mean", [-1, 0], True), (CLIPTextModel, "bos_token_id", 0, True),
+        (CLIPTextModel, "layer_norm_eps", -1, False), (LlamaModel, "rope_parameters", {"rope_theta": 0}, False),
+        (LlamaModel, "rope_theta", -1.0, False), (LlamaModel, "num_hidden_layers", 0, True),
+    ]  # fmt: skip
+    for cls, key, value, is_valid in signs:
+        with nullcontext() if is_valid else pytest.raises(InputError, match=r"a config .*: \w+ must be"):
+            check_numbers(cls, {key: value}, "a config")
 
 
 SETTINGS = {

@@ -12,7 +12,7 @@ from finetrainers.config.dialects import aliases
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.flags import is_secret, parse_flags
 from finetrainers.config.load import dump_toml, load_config
-from finetrainers.config.names import DEPENDENT, INSTEAD, SAME, VALUES, unknown_option
+from finetrainers.config.names import DEPENDENT, INSTEAD, SAME, VALUES, suggest_option, unknown_option
 from finetrainers.config.root import fields
 from finetrainers.config.shape import choices
 from finetrainers.rundir.run_dir import without_secrets
@@ -258,3 +258,11 @@ def test_what_does_not_go_together_is_said(given: list[str], where: str, kind: s
     [problem] = [problem for problem in problems(*given) if problem.where != "--rank"]
     assert (problem.where, problem.kind) == (where, kind)
     assert value in problem.message
+
+
+def test_one_edit_is_a_typo_in_short_names_too() -> None:
+    typos = {
+        "rnak": "rank", "rak": "rank", "ranks": "rank", "rang": "rank", "sede": "seed", "lrr": "lr",
+        "network_dmi": "rank", "train_stpes": "train_steps", "bet": None, "l": None, "kanr": None, "rnka_": None,
+    }  # fmt: skip
+    assert {name: suggest_option(name, fields()) for name in typos} == typos

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -13,14 +14,16 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from finetrainers.data.cache import store as cache_module
+from finetrainers.data.cache.maintenance import CacheMaintenance, Damage
 from finetrainers.data.cache.model_fingerprint import model_fingerprint
-from finetrainers.data.cache.store import TensorCache, is_finite, read_about
+from finetrainers.data.cache.store import CacheError, TensorCache, is_finite, read_about
 from finetrainers.data.inspect.file_facts import FileFacts
 from finetrainers.utils.append_log import AppendLog
 
@@ -174,6 +177,25 @@ def test_a_fork_writes_a_file_of_its_own(tmp_path: Path) -> None:
     log.add("c")
     assert sorted(AppendLog(tmp_path, length=1).news()) == ["a", "b", "c"]
     assert sorted(file.read_text() for file in tmp_path.iterdir()) == ["a\nc\n", "b\n"]
+
+
+def test_a_damaged_entry_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directories of a shared cache may belong to other users."""
+    cache = TensorCache(tmp_path / "tensors")
+    cache.put(name(1), {"x": torch.ones(2)})
+    cache.path(name(1)).write_bytes(b"")
+    denied, broken = PermissionError(errno.EACCES, "denied"), OSError(errno.EIO, "broken")
+    monkeypatch.setattr(Path, "unlink", mock.Mock(side_effect=denied))
+    with pytest.raises(CacheError, match=rf"{cache.path(name(1))} is damaged .*denied.*--repair.*--precompute_dir"):
+        cache.missing([name(1)])
+    with pytest.raises(CacheError, match="denied"):
+        CacheMaintenance(tmp_path).repair([Damage(name(1), "", "")])
+    monkeypatch.setattr(Path, "mkdir", mock.Mock(side_effect=denied))
+    with pytest.raises(CacheError, match=rf"{cache.path(name(2))} is missing .*denied.*--precompute_dir"):
+        cache.put(name(2), {})
+    monkeypatch.setattr(Path, "unlink", mock.Mock(side_effect=broken))
+    with pytest.raises(OSError, match="broken"):
+        TensorCache(tmp_path / "tensors").missing([name(1)])
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -80,7 +80,7 @@ def start(tiny_repo: Callable[..., Path], clips: Path, tmp_path_factory: pytest.
             "output_dir": str(root / "run"),
             "train_steps": 3, "lr": 1e-2, "optimizer": "adamw",
         }  # fmt: skip
-        if changes.get("method") in ("grpo", "nft", "refl"):
+        if changes.get("method") in ("grpo", "nft", "awm", "refl"):
             (root / "prompts.txt").write_text("a red ball\na blue cube\n")
             values |= {
                 "prompts": str(root / "prompts.txt"), "reward": ["brightness", "contrast=0"], "rollout_size": "9x64x64",

@@ -51,8 +51,9 @@ def test_scores_of_a_stream_of_its_own_are_the_same(start: Callable[..., Run], d
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_nft_steps(device: str, start: Callable[..., Run]) -> None:
-    run = start(device, method="nft", noise_levels=2, init_same_noise=False, train_steps=2)
+@pytest.mark.parametrize("method", ["nft", "awm"])
+def test_steps_on_noised_clips(method: str, device: str, start: Callable[..., Run]) -> None:
+    run = start(device, method=method, noise_levels=2, init_same_noise=False, train_steps=2)
     assert all(map(math.isfinite, run.curve()))
     assert all(norm > 0 for norm in run.curve("grad_norm"))
 

@@ -41,6 +41,20 @@ def test_every_switch_is_a_valid_flag() -> None:
     assert min(prices) > 0
 
 
+def test_text_encoders_are_rounded_as_little_as_fits() -> None:
+    sizes = {"none": 30.0, "int8": 16.0, "nf4": 10.0}
+    switches = [switch for switch in MEMORY_OPTIONS if "quantize_text_encoders" in switch.options]
+
+    def outcomes(config: TrainConfig) -> Outcome:
+        return Outcome({"encoding_text": sizes[config.model.quantize_text_encoders]})
+
+    for budget, chosen in ((30, "none"), (20, "int8"), (12, "nf4")):
+        advice = cheapest(CONFIG, outcomes, budget=budget, switches=switches)
+        assert advice is not None
+        assert advice.config.model.quantize_text_encoders == chosen
+    assert cheapest(CONFIG, outcomes, budget=9, switches=switches) is None
+
+
 def test_an_option_may_be_for_the_host_alone() -> None:
     smaller = MemoryOption({"quantize_frozen": "nf4"}, "rounds", 1)
 

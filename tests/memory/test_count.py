@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from published_networks import NETWORKS, published_repository
+from published_networks import FURTHER, NETWORKS, published_repository
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -93,6 +93,8 @@ FEW = {"HunyuanVideo": (5, 9), "CogVideoX-2b": (10,)}
 def counted_cases(name: str, training_type: str) -> list[tuple[ActivationMemory, float | None, int]]:
     """What blocks store, a share of them, and clips, of one network: all settings where they differ in code."""
     lora = training_type == "lora"
+    if name in FURTHER:
+        return [("none" if lora else "checkpoint", None, 1)]
     # Every network stores with one clip and with four; CogVideoX-5b has the class of 2b, and the other pairs.
     few = lora == (name in ("CogVideoX-5b", "LTX-Video"))
     cases: list[tuple[ActivationMemory, float | None, int]] = [
@@ -110,10 +112,10 @@ def counted_cases(name: str, training_type: str) -> list[tuple[ActivationMemory,
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, *FURTHER])
 def test_the_estimate_agrees_with_counting(name: str, tiny_repo: Callable[..., Path], tmp_path: Path) -> None:
     """Within 5 % for LoRA and full finetuning, whatever blocks store, one clip and four."""
-    network = NETWORKS[name]
+    network = (NETWORKS | FURTHER)[name]
     repo = published_repository(tiny_repo(network.family, **network.tiny), tmp_path, network.config)
     for training_type in ("lora", "full-finetune"):
         config = load_config(
@@ -124,6 +126,7 @@ def test_the_estimate_agrees_with_counting(name: str, tiny_repo: Callable[..., P
         family = get_family(network.family)
         geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
         whole = spec.transformer_on_meta()
+        assert sum(p.numel() for p in whole.parameters()) == network.num_parameters
         make_trainable(whole, config.training)
         few = shortened(whole, dict(zip(spec.blocks, FEW[name], strict=True))) if name in FEW else whole
         for stored, share, batch_size in counted_cases(name, training_type):

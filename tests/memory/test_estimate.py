@@ -308,5 +308,11 @@ def test_estimate_for_a_configured_run(tiny_repo) -> None:
     rounded = run(training_type="full-finetune", master_weights="stochastic_rounding")
     assert rounded.parts["trainable weights"] == full.parts["trainable weights"] / 2
     assert rounded.parts["optimizer state"] == full.parts["optimizer state"] / 2
+    network.transformer_blocks[0].ff.requires_grad_(False)  # as weights that predictions do not depend on
+    left = sum(p.numel() for p in network.parameters() if not p.requires_grad)
+    for values, width in (({}, 4), ({"master_weights": "stochastic_rounding"}, 2)):
+        frozen = run(training_type="full-finetune", **values).parts["frozen weights"]
+        assert frozen == width * left / GIB, "loaded in the dtype of the others"
+    network.requires_grad_(True)
     low = run(training_type="full-finetune", master_weights="stochastic_rounding", optimizer="adamw-torchao-4bit")
     assert low.parts["optimizer state"] == pytest.approx(full.parts["optimizer state"] * (1 + 8 / 128) / 8)

@@ -29,19 +29,23 @@ def calls_of(spec: Any) -> list[dict[str, Any]]:
 
 
 def inputs_of_blocks(spec: Any, network: Any, calls: list[dict[str, Any]]) -> set[Any]:
-    """What distinguishes the inputs of blocks for the compiler: class and weights of block, shapes, gradients, views.
+    """What distinguishes the inputs of blocks for the compiler: class and weights of block, shapes, gradients.
 
-    The first block is given views, or inputs without a gradient, in some families, and has graphs of its own.
+    The first block is given inputs without a gradient, or of another layout, in some families, and has a graph of its
+    own. From the second length of a text on, lengths are symbols, and those of a view are its base's.
     """
     inputs: set[Any] = set()
+    length: int | None = None
 
     def record(block: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         kind = (type(block), *(name for name, _ in block.named_parameters()))
-        inputs.add((kind, *((x.shape, x.stride(), x.requires_grad, x._is_view()) for x in tensors)))
+        is_symbol = [x._is_view() and length in x.shape for x in tensors]
+        inputs.add((kind, *((x.shape, x.stride(), x.requires_grad) for x in tensors), *is_symbol))
 
     handles = [b.register_forward_pre_hook(record, with_kwargs=True) for b in spec.block_modules(network)]
-    for call in calls:
+    for number, call in enumerate(calls):
+        length = call.get("text") if number else None
         predict(spec, network, **call)
     for handle in handles:
         handle.remove()
@@ -74,9 +78,7 @@ def test_blocks_are_one_graph_each_and_compute_the_same(family: str, tiny_repo: 
     assert not any("_orig_mod" in name for name in network.state_dict())
     assert all(torch.equal(plain, compiled) for plain, compiled in zip(*found, strict=True))
     assert dict(counters["graph_break"]) == {}
-    # Lengths of a text that vary, and views of inputs without a gradient, may take fewer than one for each.
-    graphs = counters["stats"]["unique_graphs"]
-    assert len({kind for kind, *_ in inputs}) < graphs <= len(inputs)
+    assert counters["stats"]["unique_graphs"] == len(inputs)
 
 
 @pytest.mark.rotating

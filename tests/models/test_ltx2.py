@@ -117,6 +117,7 @@ def test_a_lora_of_another_version_is_told(
     spec.read_lora(path)
     assert not caplog.records
     other.read_lora(path)
+    other.read_lora(path)  # to check it, and to load it
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import diffusers
 import numpy as np
 import pytest
+import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from packaging.version import Version
+from safetensors.torch import save_file
 
 from finetrainers.config.sections import ModelSection
 from finetrainers.models import family
@@ -152,6 +155,30 @@ def test_distilled_checkpoints_are_refused_by_their_hub_id(hub_id, family):
     ):
         assert [problem.kind for problem in get_family(family).problems(section)] == ["unsupported"]
     assert all(id_lookalike(place) is None for one in families().values() for place in one.published)
+
+
+def test_distilled_checkpoints_are_refused_by_names_and_metadata_of_their_files(tmp_path, tiny_repo):
+    family, base = get_family("ltx2"), str(tiny_repo("ltx2"))
+    plain, named, noted = (
+        tmp_path / name for name in ("ltx-2.safetensors", "LTX-2-19B-distilled.safetensors", "x.safetensors")
+    )
+    for path, config in ((plain, {}), (named, {}), (noted, {"allowed_inference_steps": [1.0, 0.5]})):
+        save_file({"w": torch.zeros(1)}, path, metadata={"config": json.dumps(config)})
+
+    def kinds(section):
+        return [problem.kind for problem in family._mismatches(section)]
+
+    for path, expected in ((plain, []), (named, ["unsupported"]), (noted, ["unsupported"])):
+        assert kinds(ModelSection(pretrained_model_name_or_path=base, transformer_id=str(path))) == expected, path
+    saved = tmp_path / "copy"
+    shutil.copytree(base, saved)
+    assert kinds(ModelSection(pretrained_model_name_or_path=str(saved))) == []
+    settings = json.loads((saved / "transformer" / "config.json").read_text())
+    settings["_name_or_path"] = "hub/models--x--LTX-2-distilled/snapshots/0/transformer"
+    (saved / "transformer" / "config.json").write_text(json.dumps(settings))
+    assert kinds(ModelSection(pretrained_model_name_or_path=str(saved))) == ["unsupported"]
+    named_directory = saved.rename(tmp_path / "ltx2_distilled")
+    assert kinds(ModelSection(pretrained_model_name_or_path=str(named_directory))) == ["unsupported"]
 
 
 def test_lookalikes_name_classes_of_diffusers_that_no_family_trains():

@@ -115,7 +115,7 @@ def test_a_second_round_begins_at_its_reference(
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("method", ["grpo", "nft", "refl"])
+@pytest.mark.parametrize("method", ["grpo", "nft", "awm", "refl"])
 def test_the_distance_from_the_reference_begins_at_zero(
     method: str, pairs_run: Callable[..., dict], run: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -129,7 +129,7 @@ def test_the_distance_from_the_reference_begins_at_zero(
         "updates_per_rollout": 1, "train_steps": 2,
     }  # fmt: skip
     weight = {} if method == "nft" else {"kl_coef": 0.1}
-    if method == "nft":
+    if method in ("nft", "awm"):
         rewarded |= {"noise_levels": 2, "init_same_noise": False}
     given = {**pairs_run(), **rewarded, "dataset_file": None, "data_root": None, "video_resolution_buckets": None}
     given = {name: value for name, value in given.items() if value is not None}

@@ -234,6 +234,7 @@ def configurations(folder: Path) -> Iterator[dict[str, Any]]:
     yield {**rewarded, "reward": ["http://127.0.0.1:9"]}
     yield {**rewarded, "method": "refl"}
     yield {**rewarded, "method": "nft", "init_same_noise": False}
+    yield {**rewarded, "method": "awm", "init_same_noise": False}
     yield {"fsdp": "full"}
     yield {"deepspeed": True}
     yield {"sp_size": 2, "lora_dropout": 0.1}

@@ -22,6 +22,7 @@ from finetrainers.models.registry import get_family
 from finetrainers.plan.trainable import make_trainable
 from finetrainers.testing import forced_arguments
 from finetrainers.training.sampling import load_video_segment, sample_seed
+from finetrainers.utils.progress import Meter
 from finetrainers.utils.video import write_mp4
 
 PROMPT, SEED = "pattern number 0", 7
@@ -49,8 +50,9 @@ def random_lora(family: str, repository: Path, folder: Path, seed: int = 0) -> A
 @pytest.mark.rotating
 @pytest.mark.parametrize(("family", "version"), CHECKPOINTS)
 def test_samples_are_those_of_the_pipeline(
-    family: str, version: str, tiny_repo: Callable[..., Path], sample: Callable[..., Any], tmp_path: Path
-) -> None:
+    family: str, version: str, tiny_repo: Callable[..., Path], sample: Callable[..., Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     repository = tiny_repo(family, version)
     spec = random_lora(family, repository, tmp_path / "lora")
     flags: list[object] = []
@@ -58,6 +60,8 @@ def test_samples_are_those_of_the_pipeline(
         **spec.pipeline_arguments,
         "negative_prompt": spec.facts.defaults.get("validation_negative_prompt", ""),
     }
+    steps = []
+    monkeypatch.setattr(Meter, "__call__", lambda m, *count: steps.append(count) if m.noun == "steps" else None)
     takes_image = spec.facts.first_frame != "none"
     if takes_image:
         Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(
@@ -86,6 +90,7 @@ def test_samples_are_those_of_the_pipeline(
         *(["--text_encoder_2_dtype", "fp32"] if "text_encoder_2" in spec.facts.parts else []), *flags,
     )  # fmt: skip
     assert code == 0
+    assert steps == [(done, 4) for done in range(5)]
     cls = spec.image_pipeline_class if takes_image else spec.pipeline_class
     pipeline = cls.from_pretrained(repository)
     pipeline.set_progress_bar_config(disable=True)

@@ -497,7 +497,7 @@ def _check_negative_prompt(config: TrainConfig, facts: Facts) -> Iterator[Findin
 
 def _check_validation(config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt]) -> Iterator[Finding]:
     validation = config.validation
-    if (validation.is_scheduled or validation.validation_at_start) and not prompts:
+    if (validation.is_scheduled or validation.validation_at_start) and not (prompts or validation.validation_prompts):
         yield (
             "validation_prompts",
             "validation is scheduled, but there are no prompts; set --validation_prompts",

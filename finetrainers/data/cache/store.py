@@ -117,7 +117,8 @@ class TensorCache:
         payload = _payload(safetensors.torch.save(contiguous))
         metadata = {**(about or {}), _CHECKSUM: str(zlib.crc32(payload))}
         data = safetensors.torch.save(contiguous, metadata=metadata)
-        self._write(self.path(key), data)
+        with self._writing(f"the cache entry {self.path(key)} is missing and cannot be written"):
+            self._write(self.path(key), data)
         self._complete.add(bytes.fromhex(key))
         self._note([_COMPLETE + key])
         return len(data)
@@ -205,11 +206,12 @@ class TensorCache:
 
         Raises:
             CacheInUse: a run uses the cache.
+            CacheError: nothing can be removed.
         """
         if fcntl is None:
             yield False
             return
-        with open(self.directory / _LOCK, "a+b") as file:
+        with self._writing("entries of the cache cannot be removed"), open(self.directory / _LOCK, "a+b") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -279,9 +281,28 @@ class TensorCache:
             return False
 
     def _remove_damaged(self, key: str, error: Exception) -> None:
-        logger.warning("removed the damaged cache entry %s: %s", self.path(key), error)
         self._doubt(key)
-        self.path(key).unlink(missing_ok=True)
+        with self._writing(f"the cache entry {self.path(key)} is damaged ({error}) and cannot be removed"):
+            self.path(key).unlink(missing_ok=True)
+        logger.warning("removed the damaged cache entry %s: %s", self.path(key), error)
+
+    @contextlib.contextmanager
+    def _writing(self, problem: str) -> Iterator[None]:
+        """Name a problem and its remedy where the block meets a file or directory that cannot be written to.
+
+        Raises:
+            CacheError: with the remedy.
+        """
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _READ_ONLY:
+                raise
+            raise CacheError(
+                f"{problem}: {error.strerror}. Make {self.directory} and its directories writable, and remove what is "
+                f"damaged with: finetrainers cache verify {self.directory.parent} --repair; or use another "
+                "--precompute_dir"
+            ) from error
 
     def _write(self, path: Path, data: bytes) -> None:
         """Write an entry under another name and rename it.

@@ -78,10 +78,11 @@ class TextCache:
             return TextConditioning(self._keys, None, Encoded())
         identity = recall_files(self._directory, self.spec)
         keys = replace(self._keys, text_identity=identity or "")
-        if identity is not None:
-            keys.digests.learn({image.path for _, image in self.texts_with_images})
-            if keys.cache.missing(keys.text(*encoder_input) for encoder_input in inputs):
-                identity = None
+        with self.parallel.raise_on_all_ranks("reading the cache"):
+            if identity is not None:
+                keys.digests.learn({image.path for _, image in self.texts_with_images})
+                if keys.cache.missing(keys.text(*encoder_input) for encoder_input in inputs):
+                    identity = None
         if set(self.parallel.gather_objects([identity])) != {identity} or identity is None:
             return None
         return TextConditioning(keys, None, Encoded(found=len(inputs)))

@@ -106,5 +106,5 @@ FAMILY = Family(
     starters={"Skywork/SkyReels-V2-DF-1.3B-540P-Diffusers": 1.3, "Skywork/SkyReels-V2-T2V-14B-540P-Diffusers": 14},
     dtypes={"vae_dtype": "fp32"},  # as in diffusers' examples
     tiny="finetrainers.models.tiny_skyreels_v2:build_skyreels_v2",
-    tiny_versions=("t2v", "i2v", "df"),
+    tiny_versions=("t2v", "i2v", "flf2v", "df"),
 )  # fmt: skip

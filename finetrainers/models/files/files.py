@@ -55,7 +55,7 @@ _COUNT = re.compile(
 )
 _LAYERS = re.compile(r"layers|blocks|timesteps")
 _OPTIONAL_LAYERS = re.compile(r".*layers_per_block|num_\w+_layers(?<!num_hidden_layers)|.*num_\w*(blocks|groups)")
-_MOST_LAYERS, _LARGEST_SIZE = 100_000, 10_000_000
+_MOST_LAYERS, _LARGEST_SIZE, _LARGEST_FP32 = 100_000, 10_000_000, 3.4028235e38
 #: Largest vocabulary in bytes; published ones have up to 35 MB.
 _MAX_VOCABULARY = 256 << 20
 _MAIN_FILES = (
@@ -213,7 +213,8 @@ def read_config(path: Path) -> Json:
     """Read the config of a part.
 
     Raises:
-        ValueError: the file holds none, or counts and sizes in it are of other types or no network can have them.
+        ValueError: the file holds none, or counts and sizes in it are of other types or no network can have them, or a
+            number is NaN or infinite.
     """
     settings = read_json_object(path)
     problems = list(_size_problems(settings))
@@ -225,7 +226,7 @@ def read_config(path: Path) -> Json:
 
 
 def _size_problems(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the problems of a config's counts and sizes, including those in its tables."""
+    """Yield the problems of a config's numbers, including those in its tables."""
     for key, value in settings.items():
         if isinstance(value, dict) and not _COUNT.fullmatch(key):
             yield from _size_problems(value)
@@ -238,6 +239,17 @@ def _size_problems(settings: Mapping[str, Any]) -> Iterator[str]:
             if not all(fits(count, int) and minimum <= count <= limit for count in counts):
                 text = shortened(printable(repr(value)), 40)
                 yield f"{key} must be a whole number from {minimum} to {limit:,}, or a list of them, got {text}"
+        elif not all(abs(number) <= _LARGEST_FP32 for number in numbers_in(value)):  # which NaN is not
+            yield f"{key} must be a finite number in fp32, got {shortened(printable(repr(value)), 40)}"
+
+
+def numbers_in(value: Any) -> Iterator[float]:
+    """Yield a value if it is a number, or the numbers in it if it is a list."""
+    if isinstance(value, list | tuple):
+        for entry in value:
+            yield from numbers_in(entry)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
 
 
 def _config_name(part: str) -> str:
@@ -409,6 +421,10 @@ def _examine(config: ModelSection, part: str, weights: bool, on_cuda: bool) -> I
             "replaces the weights of one component: --transformer_path, --vae_path, --text_encoder_path or "
             "--text_encoder_2_path"
         )
+        return
+    if not is_local and not is_hub_id(place):
+        message = f"directory not found: {shortened(printable(place), 300)}; use a directory in diffusers layout, or a "
+        yield InputError(message + "Hub id", "not_found")
         return
     folder = root / within if is_local else folder_on_disk(config, part)
     if is_local and not (root / within).is_dir():

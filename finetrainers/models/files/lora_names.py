@@ -24,7 +24,11 @@ READERS: Mapping[str, Mapping[str, str]] = {
         "kohya": "ComfyUI; no trainer of kohya-ss has LTX-2",
     },
     "hunyuan_video": {"comfyui": "ComfyUI (models/loras)", "kohya": "musubi-tuner"},
-    "hunyuan_video_15": {"comfyui": "ComfyUI (models/loras)", "kohya": "musubi-tuner"},
+    "hunyuan_video_15": {
+        "diffusers": "diffusers: load_lora_adapter of the transformer",
+        "comfyui": "ComfyUI (models/loras)",
+        "kohya": "musubi-tuner",
+    },
     "wan": {"comfyui": "ComfyUI (models/loras), and diffusers", "kohya": "musubi-tuner"},
     "skyreels_v2": {
         "comfyui": "ComfyUI (models/loras), for its network of Wan 2.1, and diffusers",
@@ -40,13 +44,13 @@ READERS: Mapping[str, Mapping[str, str]] = {
         "kohya": "VideoX-Fun, and ComfyUI-CogVideoXWrapper for models of CogVideoX-Fun",
     },
 }
-#: Programs that ignore a LoRA outside of a network's blocks, by family and format.
-BLOCKS_ALONE: Mapping[tuple[str, str], str] = {
-    ("hunyuan_video", "kohya"): "musubi-tuner",
-    ("hunyuan_video_15", "kohya"): "musubi-tuner",
-    ("kandinsky5", "kohya"): "musubi-tuner",
-    ("wan", "kohya"): "musubi-tuner",
-    ("skyreels_v2", "kohya"): "musubi-tuner",
+#: Programs that ignore a LoRA outside of a network's blocks, by family and format; and other blocks that they read.
+BLOCKS_ALONE: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("hunyuan_video", "kohya"): ("musubi-tuner",),
+    ("hunyuan_video_15", "kohya"): ("musubi-tuner",),
+    ("kandinsky5", "kohya"): ("musubi-tuner", "text_transformer_blocks."),
+    ("wan", "kohya"): ("musubi-tuner",),
+    ("skyreels_v2", "kohya"): ("musubi-tuner",),
 }
 #: Name of a network in a file's metadata (`modelspec.architecture`), and the address of its authors' code.
 ARCHITECTURES: Mapping[str, tuple[str, str]] = {
@@ -113,9 +117,11 @@ def readers(family: str, kind: str, *, is_lora: bool = True) -> str | None:
     if not is_lora and kind == "comfyui":
         layout = "" if family == "cogvideox" else ", and programs that read the authors' files"
         return f"ComfyUI (models/diffusion_models){layout}"
+    if not is_lora and kind == "diffusers":
+        return "diffusers: from_pretrained"
     common = {
-        "diffusers": "diffusers: load_lora_weights" if is_lora else "diffusers: from_pretrained",
+        "diffusers": "diffusers: load_lora_weights",
         "peft": "PEFT: PeftModel.from_pretrained",
         "merged": "diffusers: from_pretrained, without a LoRA",
     }
-    return common.get(kind) or READERS.get(family, {}).get(kind)
+    return READERS.get(family, {}).get(kind) or common.get(kind)

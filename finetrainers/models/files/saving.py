@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -83,8 +84,9 @@ def read_lora(pipeline_cls: Any, path: Path, network: Callable[[], nn.Module], *
     return lora
 
 
+@functools.cache  # a file is read to check it, and again to load it
 def warn_of_version(path: Path, version: str | None) -> None:
-    """Warn if a LoRA file states that it was trained on another version of the model."""
+    """Warn once if a LoRA file states that it was trained on another version of the model."""
     stated = None if version is None else read_header(path).metadata.get(VERSION_KEY)
     if stated not in (None, version):
         logger.warning("%s was trained on %s, and this model is %s: it may not have its effect", path, stated, version)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import UnionType
@@ -12,7 +14,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 from accelerate import init_empty_weights
-from diffusers import ModelMixin
+from diffusers import ConfigMixin, ModelMixin
 from torch import nn
 
 from finetrainers.config.errors import ConfigError, Problem
@@ -29,6 +31,7 @@ from .files import (
     component_file,
     folder_on_disk,
     frozen_dtype,
+    numbers_in,
     part_config,
     read_config,
     replacement_source,
@@ -45,6 +48,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 #: The format's names of the options' dtypes; integers, such as positions, do not count.
 _STORED = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+#: Keys of places in a vocabulary or a list, and of exponents: they may be 0 or below, though the default is not.
+_SIGNED = re.compile(r".*_(id|ids|index|indexes|layer)|(base|max)_shift")
+#: Keys that may be 0, though the default is above 0.
+_MAY_BE_ZERO = re.compile(r".*(eps|epsilon|offset|layers|layers_per_block|blocks|groups|window|dropout)")
 
 
 def are_mapped(config: ModelSection, parts: Iterable[str]) -> bool:
@@ -244,8 +251,7 @@ def network_on_meta(cls: Any, settings: Mapping[str, Any], name: str) -> nn.Modu
     Raises:
         InputError: no network can be built from it.
     """
-    if issubclass(cls, ModelMixin) and (misfits := list(_misfits(cls, settings))):
-        raise InputError(f"{name} is not a valid {cls.__name__} config: {'; '.join(misfits[:5])}")
+    check_numbers(cls, settings, name)
     try:
         with meta_device():
             if issubclass(cls, ModelMixin):
@@ -256,16 +262,69 @@ def network_on_meta(cls: Any, settings: Mapping[str, Any], name: str) -> nn.Modu
         raise InputError(f"{name} is not a valid {cls.__name__} config: {shortened(reason, 300)}") from None
 
 
-def _misfits(cls: type, settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the values of a config that are text, lists or tables where the network's class takes numbers.
+def check_numbers(cls: Any, settings: Mapping[str, Any], name: str) -> None:
+    """Refuse values of a config, called `name` in the message, that only a forward pass would notice.
 
-    Only a forward pass would notice some of them, such as the epsilon of a norm.
+    These are values of other types where the class takes numbers, and numbers that are not above 0 although the class'
+    own default is: sizes, scales, epsilons and bases of frequencies, without a list of their names.
+
+    Args:
+        cls: class of a network or a scheduler, of diffusers or transformers.
+        settings: the config.
+        name: of the config.
+
+    Raises:
+        InputError: with the first of these keys and their values.
     """
-    for key, hint in get_type_hints(cls.__init__).items():  # type: ignore[misc]
+    if misfits := [*_other_types(cls, settings), *_below_defaults(settings, _positive_defaults(cls))]:
+        raise InputError(f"{name} is not a valid {cls.__name__} config: {'; '.join(misfits[:5])}")
+
+
+def _other_types(cls: Any, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the values that are text, lists or tables where a class of diffusers takes numbers."""
+    for key, hint in get_type_hints(cls.__init__).items() if issubclass(cls, ModelMixin) else ():
         value = settings.get(key)
         kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
         if kinds <= {int, float, bool, type(None)} and isinstance(value, str | list | dict):
             yield f"{key} must be a number, got {shortened(printable(repr(value)), 40)}"
+        elif kinds <= {int, type(None)} and isinstance(value, float):
+            yield f"{key} must be a whole number, got {value}"
+
+
+def _below_defaults(settings: Mapping[str, Any], positive: Container[str]) -> Iterator[str]:
+    """Yield the numbers under these keys that are not above 0, including those in lists and tables."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _below_defaults(value, positive)
+        elif key in positive:
+            bound = "0 or above" if _MAY_BE_ZERO.fullmatch(key) else "above 0"
+            if any(number < 0 or (number == 0 and bound == "above 0") for number in numbers_in(value)):
+                yield f"{key} must be {bound}, got {shortened(printable(repr(value)), 40)}"
+
+
+def _positive_defaults(cls: Any) -> set[str]:
+    """Return the keys whose defaults are numbers above 0 wherever the class' config has them."""
+    defaults: Mapping[str, Any] = {}
+    if issubclass(cls, ConfigMixin):
+        defaults = {key: value.default for key, value in inspect.signature(cls.__init__).parameters.items()}
+    else:
+        with contextlib.suppress(Exception):  # of any class: a config that cannot be built of its defaults alone
+            defaults = cls.config_class().to_dict()
+    signs: dict[str, bool] = {}
+    for key, value in _leaves(defaults):
+        numbers = list(numbers_in(value))
+        if numbers and not _SIGNED.fullmatch(key):
+            signs[key] = signs.get(key, True) and min(numbers) > 0
+    return {key for key, is_positive in signs.items() if is_positive}
+
+
+def _leaves(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield keys and values of a config and of the tables in it."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value)
+        else:
+            yield key, value
 
 
 def _without(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:

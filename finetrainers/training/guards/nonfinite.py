@@ -17,6 +17,11 @@ _ADVICE = (
     "No weights were changed. Continue from an earlier checkpoint with a lower --lr, longer --lr_warmup_steps or "
     "other data"
 )
+#: Advice about a step before the first update.
+AS_LOADED = (
+    "The weights are still as loaded, so --lr is not the cause. Check the numbers in the model's config files, use "
+    "bf16 or fp32 instead of fp16, or use other data"
+)
 #: What to do with a step: make its update, skip it, or roll the run back to its newest checkpoint.
 Action = Literal["update", "skip", "rollback"]
 
@@ -57,13 +62,14 @@ class NonFiniteGuard:
             return "update"
         text = ", ".join(f"{name} {value}" for name, value in nonfinite.items())
         self.run_dir.event("nonfinite", step=step, skipped=self.policy == "skip", values=text)
+        advice = AS_LOADED if step == self.count + 1 else _ADVICE  # skipped steps count
         if self.policy == "raise":
-            raise NonFiniteError(f"step {step}: {text}. {_ADVICE}, or skip such steps with --on_nonfinite skip")
+            raise NonFiniteError(f"step {step}: {text}. {advice}, or skip such steps with --on_nonfinite skip")
         self.count += 1
         if self.count > self.limit:
             raise NonFiniteError(
                 f"step {step}: {text}; {self.count} steps were not finite, more than --max_nonfinite_steps "
-                f"{self.limit}. {_ADVICE}"
+                f"{self.limit}. {advice}"
             )
         outcome = "skipped" if self.policy == "skip" else "not made"
         logger.warning("step %d %s (%d of at most %d): %s", step, outcome, self.count, self.limit, text)

@@ -166,9 +166,13 @@ def test_prompt_media_must_match_in_number():
     ]
     with refused_options(("--validation_videos", "conflict")) as caught:
         prompts(validation_prompts="a:::b", validation_videos="v.mp4")
-    assert "1 entries for 2 prompts" in str(caught.value)
+    assert "1 entry for 2 prompts" in str(caught.value)
     with refused_options(("--validation_images", "required")):
         prompts(validation_images="x.png")
+    config = load_config(**BASE, validation_prompts="a:::b", validation_images="x:::y:::z", validation_steps=1)
+    with refused_options(("--validation_images", "conflict")):
+        parse_validation_prompts(config.validation)
+    assert not check_config(config, facts=FLOW, prompts=[]).errors  # the prompts are not missing
 
 
 def test_prompt_files(tmp_path):

@@ -18,6 +18,7 @@ from finetrainers.config.sections import OptimizerSection
 from finetrainers.methods.base import Step
 from finetrainers.methods.grpo.method import GRPO
 from finetrainers.methods.grpo.rollout.batches import Part
+from finetrainers.methods.registry import load_method
 from finetrainers.methods.sft import SFT
 from finetrainers.plan.preflight import preflight
 from finetrainers.runs.run import run as run_checked
@@ -282,6 +283,7 @@ def test_what_does_not_fit_is_found_by_a_dry_batch(
     [
         {"grpo_preset": "dancegrpo", "best_of_n": 4},
         {"method": "nft", "noise_levels": 2, "init_same_noise": False},
+        {"method": "awm", "noise_levels": 2, "init_same_noise": False, "kl_coef": 0.1},
     ],
 )
 def test_reward_finetuning_in_smaller_micro_batches(
@@ -305,9 +307,7 @@ def test_reward_finetuning_in_smaller_micro_batches(
 
     method: Any = GRPO
     if "method" in changes:
-        from finetrainers.methods.grpo.nft import NFT
-
-        method = NFT
+        method = load_method(changes["method"])
     with pytest.MonkeyPatch.context() as patch:
         expected = keep_gradients(patch)
         reward_run("whole")

@@ -148,7 +148,7 @@ def test_going_back_has_its_limits(
     values = options(train_steps=4, on_nonfinite="rollback", checkpointing_steps=2, max_nonfinite_steps=1)
     with monkeypatch.context() as patch:
         poison(patch, {1})
-        with pytest.raises(NonFiniteError, match=r"step 1 .*run/checkpoints.*--checkpointing_steps"):
+        with pytest.raises(NonFiniteError, match=r"step 1 .*run/checkpoints.*config files"):
             run(**values)
     with monkeypatch.context() as patch:
         poison(patch, {3, 4})
@@ -244,6 +244,23 @@ def test_too_many_are_an_error(
     poison(monkeypatch, {1, 3, 4})
     with pytest.raises(NonFiniteError, match=r"; 3 steps .*--max_nonfinite_steps 2"):
         run(**options(train_steps=6, on_nonfinite="skip", max_nonfinite_steps=2))
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_weights_as_loaded_do_not_blame_the_learning_rate(policy: str, tmp_path: Path) -> None:
+    def fail(*skipped: int, step: int) -> str:
+        run_dir = RunDirectory(tmp_path, writes=False)
+        guard = NonFiniteGuard(policy=policy, limit=len(skipped), loss_scaling=False, run_dir=run_dir)
+        assert all(guard.choose_action(earlier, {"loss": math.nan}) == "skip" for earlier in skipped)
+        with pytest.raises(NonFiniteError) as caught:
+            guard.choose_action(step, {"loss": math.nan})
+        return str(caught.value)
+
+    assert "config files" in fail(step=1)
+    assert "lower --lr" in fail(step=2)  # of a run, or resumed there
+    if policy == "skip":
+        assert "config files" in fail(1, step=2)
+        assert "lower --lr" in fail(1, step=3)  # the second one was an update
 
 
 def test_a_scaled_gradient_may_overflow(tmp_path: Path) -> None:
