@@ -1,4 +1,4 @@
-"""Base class of callbacks, which watch a run and change no math but gradients; they are called in the order of the list."""
+"""Base class of callbacks, which watch a run, and may change gradients; called in the order of the list."""
 
 from __future__ import annotations
 
