@@ -116,6 +116,16 @@ _FORWARD: dict[str, Any] = {
     "window_range": None,
     "train_steps": 20,
 }
+_MATCHED: dict[str, Any] = {
+    "method": "awm",
+    "noise_levels": 2,
+    "init_same_noise": False,
+    "old_policy_kl": 0.1,
+    "kl_coef": 1e-3,
+    "window_size": None,
+    "window_range": None,
+    "train_steps": 20,
+}
 ALGORITHMS: dict[str, dict[str, dict[str, Any]]] = {
     "window": {"LoRA": {"lr": 3e-3}, "full": {"lr": 4e-4}},
     "dancegrpo": {
@@ -123,6 +133,7 @@ ALGORITHMS: dict[str, dict[str, dict[str, Any]]] = {
         "full": {**_WHOLE, "lr": 3e-4, "kl_coef": 1e-3},
     },
     "nft": {"LoRA": {**_FORWARD, "lr": 3e-3}, "full": {**_FORWARD, "lr": 4e-4}},
+    "awm": {"LoRA": {**_MATCHED, "lr": 6e-3}, "full": {**_MATCHED, "lr": 4e-4}},
 }
 WEIGHTS: dict[str, dict[str, Any]] = {
     "LoRA": {},

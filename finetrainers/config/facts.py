@@ -67,7 +67,7 @@ class Facts:
 
     Attributes:
         geometry: size rules.
-        text_parts: tokenizers and text encoders, in the order in which they are loaded.
+        text_parts: tokenizers and text encoders, in loading order.
         clip_parts: the VAE, and other parts that encode clips, such as an image encoder with its processor.
         companions: frozen parts that sampling needs, beside the VAE; some of them may be `clip_parts`.
         trained: the part that is trained.
@@ -104,6 +104,7 @@ class Facts:
         scene: prompt for something that the model can draw, which is unlike most users' clips.
         version: version of the model, which LoRA files state, since weights of another have the same names and shapes;
             or None if there is one.
+        notes: notes for users on how the checkpoint is trained and sampled.
         misread: the reason why a program takes a file of all weights for another network, by export format.
         read_notes: notes for users on a file that the program reads, by export format.
     """
@@ -138,6 +139,7 @@ class Facts:
     sample_problem: Callable[[Mapping[str, int], int], str | None] | None = None
     scene: str = "a boat on a lake"
     version: str | None = None
+    notes: tuple[str, ...] = ()
     misread: Mapping[str, str] = field(default_factory=dict, hash=False)
     read_notes: Mapping[str, str] = field(default_factory=dict, hash=False)
 

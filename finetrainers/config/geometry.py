@@ -19,6 +19,7 @@ class Geometry:
         pixels: height and width must also be a multiple of this, since the family's pipeline demands it.
         sides: the only height and width in pixels that the network has positions for, or None if it takes several.
         largest: the largest height and width that it has positions for, or None if there is no limit.
+        longest: the most frames that it has positions for, or None if there is no limit.
     """
 
     temporal: int
@@ -29,6 +30,7 @@ class Geometry:
     pixels: int = 1
     sides: tuple[int, int] | None = None
     largest: tuple[int, int] | None = None
+    longest: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what configs may hold instead of a number.
@@ -113,6 +115,8 @@ class Geometry:
 
     def length_problems(self, frames: int) -> list[str]:
         """Return the reasons why a length is not legal, each with a legal one; empty if it is."""
+        if self.longest is not None and frames > self.longest:
+            return [f"this checkpoint has positions up to {self.longest} frames, got {frames}; use at most that"]
         if (frames - 1) % self.temporal == 0:
             return []
         below = (frames - 1) // self.temporal * self.temporal + 1

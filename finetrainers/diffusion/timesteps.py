@@ -51,8 +51,8 @@ _LOW_QUANTILE, _HIGH_QUANTILE, _LEAST_LEVEL, _UNIFORM_SHARE = -2.5758, 3.0902, 1
 def sample_stretched(generators: Sequence[torch.Generator], mean: float) -> Tensor:
     """Return one noise level per generator of `shifted_logit_normal`, `[B]` fp32 on the generators' device.
 
-    That is sigmoid(mean + N(0, 1)), stretched so that its quantiles of
-    0.5% and 99.9% are 0 and 1, which longer clips would hardly reach, or in one of ten cases uniform.
+    That is sigmoid(mean + N(0, 1)), stretched so that its quantiles of 0.5% and 99.9% are 0 and 1, which longer clips
+    would hardly reach, or in one of ten cases uniform.
 
     Args:
         generators: one for each level.
@@ -64,8 +64,9 @@ def sample_stretched(generators: Sequence[torch.Generator], mean: float) -> Tens
         for draw in (torch.randn, torch.rand, torch.rand)
     ]
     normal, uniform, choice = draws
-    low, high = (torch.sigmoid(torch.tensor(mean + q, device=device)) for q in (_LOW_QUANTILE, _HIGH_QUANTILE))
-    level = (torch.sigmoid(mean + normal) - low) / (high - low)
+    # By distances from 1, sigmoid(-x), since at large shifts fp32 rounds the levels themselves to 1.
+    low, high = (torch.sigmoid(torch.tensor(-(mean + q), device=device)) for q in (_LOW_QUANTILE, _HIGH_QUANTILE))
+    level = (low - torch.sigmoid(-(mean + normal))) / (low - high)
     level = torch.where(level >= _LEAST_LEVEL, level, 2 * _LEAST_LEVEL - level).clamp(0, 1)
     return torch.where(choice > _UNIFORM_SHARE, level, _LEAST_LEVEL + (1 - _LEAST_LEVEL) * uniform)
 

@@ -253,8 +253,14 @@ def mark_unused(network: nn.Module, pattern: str | None, layers: Sequence[str]) 
     network.__dict__ |= {_UNUSED: pattern, _UNUSED_LAYERS: frozenset(layers)}
 
 
+def rotate_pairs(x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs of channels by positions' cosines and sines, one of each for a pair, which broadcast."""
+    first, second = x_BSHD.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1).flatten(-2)
+
+
 def unused_weights(network: nn.Module) -> str | None:
-    """Return the expression that is found in the names of a network's unused weights, or None if it has none."""
+    """Return the expression that matches the names of a network's unused weights, or None if it has none."""
     return network.__dict__.get(_UNUSED)
 
 

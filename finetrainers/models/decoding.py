@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .batch import VAEStats
 from .pixels import pixel_size
-from .tiling import retry_vae_on_oom
+from .tiling import calls_through, retry_vae_on_oom
 
 T = TypeVar("T")
 
@@ -21,6 +21,21 @@ def decode_videos(spec: Any, vae: Any, latents_BCTHW: Tensor, vae_stats: VAEStat
     """Implement `ModelSpec.decode`."""
     with retry_vae_on_oom(spec, vae, _size(spec, latents_BCTHW), batch=len(latents_BCTHW)):
         return _pixels(spec, vae, latents_BCTHW, vae_stats)
+
+
+@contextmanager
+def in_vae_dtype(vae: Any) -> Iterator[None]:
+    """Let a pipeline's calls of the VAE take inputs of any dtype in the block, and be in fp32 if its weights are.
+
+    Under autocast its convolutions would compute in 16 bits, unlike those that encode clips and decode rollouts.
+    """
+
+    def call(method: Callable[..., T], x: Tensor, *args: Any, **kwargs: Any) -> T:
+        with torch.autocast(x.device.type, enabled=False) if vae.dtype == torch.float32 else nullcontext():
+            return method(x.to(vae.dtype), *args, **kwargs)
+
+    with calls_through(vae, call):
+        yield
 
 
 def decode_gradient(

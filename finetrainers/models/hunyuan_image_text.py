@@ -13,6 +13,7 @@ from transformers import CLIPImageProcessor, LlavaForConditionalGeneration
 
 from . import common
 from .batch import ModelComponents, PromptEmbeds
+from .pixels import to_pil
 
 #: The classes of the parts that differ from HunyuanVideo's.
 PARTS: Mapping[str, Any] = {"text_encoder": LlavaForConditionalGeneration, "image_processor": CLIPImageProcessor}
@@ -49,7 +50,8 @@ def encode(
     device = common.encoder_device(encoders)
     interleave = _INTERLEAVE_OF_NEGATIVE if images is None else _INTERLEAVE[kind]
     black = Image.new("RGB", (64, 64), 0)
-    pil_images = [black] * len(prompts) if images is None else [_pil_image(image) for image in images]
+    images = [black] * len(prompts) if images is None else images
+    pil_images = [to_pil(image) if isinstance(image, Tensor) else image for image in images]
     rows = []
     for prompt, image in zip(prompts, pil_images, strict=True):
         embeds, pooled, mask = pipeline.encode_prompt(
@@ -61,8 +63,3 @@ def encode(
             )
         )
     return PromptEmbeds.cat(rows)
-
-
-def _pil_image(image: Any) -> Any:
-    """Return the image as users of the pipeline give it to the image processor."""
-    return Image.fromarray(image.permute(1, 2, 0).cpu().numpy()) if isinstance(image, Tensor) else image

@@ -114,8 +114,8 @@ class HunyuanVideo15AttnProcessor:
 class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DModel):
     """diffusers' network, without the padding of text in a batch of one, and without waiting for the device.
 
-    It has the name of its base class, which its saved config states. Rows without an image have no image tokens, also
-    next to rows with one, to which diffusers' gives some.
+    It has the name of its base class, which its saved config states. Rows without an image have no image tokens, even
+    next to rows with one; diffusers' gives them some.
     """
 
     # Configs are read by the keys in the signature.
@@ -175,8 +175,8 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
         if lengths is not None and min(lengths) == 0:
             raise ValueError(f"row {list(lengths).index(0)} of the batch has no text tokens: its mask is all zero")
         is_single = len(images) == 1
-        (prompt, prompt_mask), is_whole = _cut(prompts, lengths if is_single else None)
-        (glyph, glyph_mask), glyph_is_whole = _cut(glyphs, glyph_lengths if is_single else None)
+        (prompt, prompt_mask), is_whole = _trim_padding(prompts, lengths if is_single else None)
+        (glyph, glyph_mask), glyph_is_whole = _trim_padding(glyphs, glyph_lengths if is_single else None)
         images = images[:, : images.shape[1] if has_image else 0]  # no tokens, for a gradient of zero
         kinds = self.cond_type_embed(torch.arange(3, device=images.device))
         text = torch.cat(
@@ -206,7 +206,7 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
         return states
 
 
-def _cut(tokens: tuple[Tensor, Tensor], lengths: Sequence[int] | None) -> tuple[tuple[Tensor, Tensor], bool]:
+def _trim_padding(tokens: tuple[Tensor, Tensor], lengths: Sequence[int] | None) -> tuple[tuple[Tensor, Tensor], bool]:
     """Cut a batch of one and its mask to its tokens, which are the first; return whether there is no padding left."""
     states, mask = tokens
     return (tokens, False) if lengths is None else ((states[:, : lengths[0]], mask[:, : lengths[0]]), True)

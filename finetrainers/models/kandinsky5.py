@@ -33,7 +33,7 @@ from finetrainers.utils.failures import InputError
 
 from . import common
 from .batch import Batch, ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta
-from .common import input_dtype
+from .common import input_dtype, rotate_pairs
 from .compiling import unwrap
 from .flops import AttentionSpec, Flops, Tokens, flops_formula
 from .hunyuan_video import HunyuanVideoSpec, mask_bytes
@@ -92,8 +92,7 @@ def _rotate(x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Gradients of a network in fp32 are not rounded.
     """
-    first, second = x_BSHD.float().unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1).flatten(-2)
+    rotated = rotate_pairs(x_BSHD.float(), cos, sin)
     if x_BSHD.dtype == torch.bfloat16:
         return rotated.to(torch.bfloat16)
     rounding = rotated.detach().to(torch.bfloat16).float() - rotated.detach()  # exact, and so is its sum with `rotated`
@@ -355,11 +354,6 @@ class Kandinsky5Spec(ModelSpec):
             ValueError: a first frame is given, and the network has no mask for it.
         """
         network = unwrap(transformer)
-        if len(x_BCTHW) > 1 and not isinstance(network, Kandinsky5Transformer3DModel):  # diffusers' own has no mask
-            rows = [slice(row, row + 1) for row in range(len(x_BCTHW))]
-            metas = [replace(meta, fps=meta.fps[r], extra={n: e[r] for n, e in meta.extra.items()}) for r in rows]
-            inputs = zip(rows, metas, strict=True)
-            return torch.cat([self.predict(network, x_BCTHW[r], t[r], conditions.rows(r), m) for r, m in inputs])
         dtype, device = input_dtype(network), x_BCTHW.device
         is_given = None
         if t.ndim == 2:
@@ -378,7 +372,7 @@ class Kandinsky5Spec(ModelSpec):
         text, text_mask = _cut_text(conditions)
         patches = network.config.patch_size
         cells = (size // patch for size, patch in zip(x.shape[2:], patches, strict=True))
-        prediction = transformer(
+        prediction: Tensor = transformer(
             hidden_states=x.permute(0, 2, 3, 4, 1),
             encoder_hidden_states=text.to(dtype),
             # In fp32: bf16 would round noise levels to 1/256.
@@ -389,9 +383,7 @@ class Kandinsky5Spec(ModelSpec):
             scale_factor=self._position_scale(*x.shape[3:]),
             **({} if text_mask is None else {"text_mask": text_mask}),
             return_dict=False,
-        )
-        if isinstance(prediction, tuple):  # diffusers' own network has the tensor alone
-            (prediction,) = prediction
+        )[0]
         return prediction.permute(0, 4, 1, 2, 3).float()
 
     def _position_scale(self, height: int, width: int) -> tuple[float, float, float]:

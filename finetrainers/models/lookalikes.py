@@ -78,7 +78,12 @@ LOOKALIKES = (
     Lookalike("LTX-2.5", "train LTX-2 or LTX-2.3; its text encoder and decoder are others", names="ltx(v|video)?25"),
     Lookalike(
         "a distilled LTX-2", "training would undo the distillation; train Lightricks/LTX-2 or "
-        "diffusers/LTX-2.3-Diffusers", ids="ltx2.*distilled",
+        "diffusers/LTX-2.3-Diffusers", ids="ltx2.*(?<!un)distilled",
+    ),
+    Lookalike(
+        "a distilled HunyuanVideo-1.5", "training would undo the distillation; train "
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v or -480p_i2v",
+        ids="hunyuanvideo15.*(?<!un)distilled",
     ),
     Lookalike(
         "Kandinsky 5 for images", f"{_IMAGES}, or a checkpoint such as "
@@ -87,9 +92,9 @@ LOOKALIKES = (
     ),
     Lookalike(
         "a distilled Kandinsky 5", "training would undo the distillation; train "
-        "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers", ids="kandinsky50?.*(distil|nocfg)",
+        "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers", ids="kandinsky50?.*((?<!un)distil|nocfg)",
     ),
-    Lookalike("a distilled Mochi or SkyReels-V2", _BASE, ids="(mochi|skyreelsv2).*distil|fastmochi"),
+    Lookalike("a distilled Mochi or SkyReels-V2", _BASE, ids="(mochi|skyreelsv2).*(?<!un)distil|fastmochi"),
     Lookalike(
         "Kandinsky 6", "it makes sound with the video; train kandinsky5",
         ("Kandinsky6Transformer3DModel", "Kandinsky6SRTransformer3DModel", "Kandinsky6TI2VAPipeline"), "kandinsky6",
@@ -111,7 +116,7 @@ LOOKALIKES = (
             "MiniMaxH3Transformer3DModel", "MotifVideoTransformer3DModel", "SanaVideoTransformer3DModel",
             "SanaWMTransformer3DModel",
         ),
-        "skyreels|cosmos|opensora|allegro|sanavideo|stepvideo|magi|easyanimate|latte|helios|minimax|motif",
+        "cosmos|opensora|allegro|sanavideo|stepvideo|magi|easyanimate|latte|helios|minimax|motif",
     ),
     Lookalike(
         "an image model", _IMAGES,
@@ -123,8 +128,6 @@ LOOKALIKES = (
         ),
         "cogview|flux|sdxl|sd3|sd15|stable|qwen|zimage|pixart|sana|lumina|chroma|krea|hidream",
     ),
-    Lookalike("another Wan", "train a published checkpoint of wan", names="wan"),
-    Lookalike("another Kandinsky", "train a published checkpoint of kandinsky5", names="kandinsky"),
 )  # fmt: skip
 
 

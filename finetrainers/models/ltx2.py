@@ -8,9 +8,8 @@ the clip's frame rate. A given frame is clean, with time 0 in each of its tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -30,12 +29,11 @@ from finetrainers.config.facts import Activations
 from finetrainers.utils.device import to_device
 
 from . import common
-from .batch import ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta
+from .batch import ModelComponents, PromptEmbeds, SampleRequest, VideoMeta
 from .common import input_dtype
 from .compiling import unwrap
-from .flops import AttentionSpec, Tokens
-from .given_frames import sample_in_place
-from .spec import ModelSpec
+from .flops import AttentionSpec
+from .ltx_video import LTXVideoSpec
 from .split.attention import AttentionFn
 from .split.sequence import SequenceParallelPlan
 
@@ -61,8 +59,8 @@ _COUNTED: dict[str, dict[str, tuple[float, float, float, float, float, float]]] 
         "full-finetune without autocast": (61.2, 23.4, 1.0, 38.6, 89.4, 20.4),
     },
 }
-for _kinds in _COUNTED.values():
-    _kinds["full-finetune-bf16"] = _kinds["full-finetune without autocast"]
+for _counts in _COUNTED.values():
+    _counts["full-finetune-bf16"] = _counts["full-finetune without autocast"]
 _ROTATIONS = {"interleaved": apply_interleaved_rotary_emb, "split": apply_split_rotary_emb}
 
 
@@ -105,8 +103,8 @@ class LTX2AttnProcessor(LTX2PerturbedAttnProcessor):
         return attn.to_out[1](attn.to_out[0](outputs.flatten(2, 3)))
 
 
-class LTX2Spec(ModelSpec):
-    """LTX-2's video stream; see `ModelSpec` for each method's contract.
+class LTX2Spec(LTXVideoSpec):
+    """LTX-2's video stream, with the latents and given frames of LTX-Video; see `ModelSpec`.
 
     Conditions: `prompt_embeds` `[B, 1024, D]`, the video connector's text tokens, none of which is padding. Latents are
     packed into tokens one cell each, as in all published checkpoints.
@@ -200,12 +198,6 @@ class LTX2Spec(ModelSpec):
         is_projected = config.get("use_prompt_embeddings", True)
         return {"prompt_embeds": (_TEXT_TOKENS, config["caption_channels" if is_projected else "cross_attention_dim"])}
 
-    def vae_stats(self, vae: Any) -> VAEStats:
-        buffers = dict(vae.named_buffers())
-        # Copies, since the VAE may change or go while these stay.
-        mean, std = (buffers[n].detach().to("cpu", torch.float32, copy=True) for n in ("latents_mean", "latents_std"))
-        return VAEStats(mean=mean, scale=vae.config.scaling_factor / std)
-
     # ---- the network -----------------------------------------------------------------------------------------------
 
     def predict(
@@ -243,13 +235,6 @@ class LTX2Spec(ModelSpec):
         )[0]
         return packed.float().transpose(1, 2).unflatten(2, (frames, height, width))
 
-    def count_tokens(self, network: Any, call: Mapping[str, Any]) -> Tokens:
-        """Count the tokens from the clip's size: processes that share it see a part of the tokens and noise levels."""
-        tokens, config = super().count_tokens(network, call), network.config
-        cells = call["num_frames"] * call["height"] * call["width"]
-        video = cells // (config.patch_size_t * config.patch_size**2)
-        return replace(tokens, video=video, times=video if tokens.times > 1 else 1)
-
     # ---- sampling --------------------------------------------------------------------------------------------------
 
     def pipeline(
@@ -263,8 +248,8 @@ class LTX2Spec(ModelSpec):
     ) -> Any:
         """Build diffusers' own pipeline, which makes no sound; without encoders it gets the connectors' tokens."""
         config: Any = unwrap(transformer).config
-        texts = {"connectors": _Connected(_audio_text_width(config))} if encoders is None else encoders.modules
-        silence = _Silence(config.audio_in_channels)
+        texts = {"connectors": _StubConnectors(_audio_text_width(config))} if encoders is None else encoders.modules
+        silence = _StubAudio(config.audio_in_channels)
         cls: Any = self.image_pipeline_class if image_to_video else self.pipeline_class
         own = {"transformer": unwrap(transformer), "vae": vae, "scheduler": scheduler}
         return common.build_pipeline(cls, {**texts, **own, "audio_vae": silence, "vocoder": silence})
@@ -278,18 +263,12 @@ class LTX2Spec(ModelSpec):
         generator: torch.Generator,
     ) -> Any:
         """Sample by a pipeline whose network is called as in training, with given frames clean in their places."""
-        with isolated(pipeline.transformer):
-            if request.starts_from_image or (request.last_image is None and request.prefix is None):
-                return super().sample(pipeline, conditions, negative, request, generator)
-            call = self.pipeline_call(conditions, negative, replace(request, image=None))
-            return sample_in_place(
-                self, pipeline, call, request, generator, pack=pipeline._pack_latents,
-                tokens=lambda mask: mask.flatten(1),
-            )  # fmt: skip
+        with isolate_streams(pipeline.transformer):
+            return super().sample(pipeline, conditions, negative, request, generator)
 
     def pipeline_call(self, conditions: PromptEmbeds, negative: PromptEmbeds, request: SampleRequest) -> dict[str, Any]:
         """Return the pipeline's arguments, with masks of prompts, which have no padding after the connectors."""
-        call = {"frame_rate": request.frame_rate} | super().pipeline_call(conditions, negative, request)
+        call = super().pipeline_call(conditions, negative, request)
         masks = {
             f"{name.removesuffix('embeds')}attention_mask": call[name].new_ones(1, _TEXT_TOKENS, dtype=torch.long)
             for name in ("prompt_embeds", "negative_prompt_embeds")
@@ -302,8 +281,8 @@ def _audio_text_width(config: Any) -> int:
     return int(config.caption_channels if config.use_prompt_embeddings else config.audio_cross_attention_dim)
 
 
-class _Connected:
-    """Takes the place of the text connectors in a pipeline that is given their tokens."""
+class _StubConnectors:
+    """Stand-in for the text connectors in a pipeline that is given their tokens."""
 
     def __init__(self, audio_width: int) -> None:
         self.audio_width = audio_width
@@ -313,8 +292,8 @@ class _Connected:
         return tokens, tokens.new_zeros(len(tokens), 1, self.audio_width), mask
 
 
-class _Silence:
-    """Takes the place of the audio VAE and the vocoder in a pipeline, which then decodes no sound."""
+class _StubAudio:
+    """Stand-in for the audio VAE and the vocoder in a pipeline, which then decodes no sound."""
 
     sample_rate, mel_hop_length = 16000, 160
     mel_compression_ratio = temporal_compression_ratio = mel_bins = 4
@@ -325,7 +304,7 @@ class _Silence:
         self.latents_mean, self.latents_std = torch.zeros(channels), torch.ones(channels)
 
     @property
-    def config(self) -> _Silence:
+    def config(self) -> _StubAudio:
         """The config of the audio VAE, as far as pipelines read it."""
         return self
 
@@ -338,7 +317,7 @@ class _Silence:
 
 
 @contextmanager
-def isolated(network: nn.Module) -> Iterator[None]:
+def isolate_streams(network: nn.Module) -> Iterator[None]:
     """Let the streams of a network not see each other within the block, whatever its calls ask for."""
 
     def isolate(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

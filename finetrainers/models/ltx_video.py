@@ -101,7 +101,7 @@ class LTXVideoSpec(ModelSpec):
             kept=(41.4,), outside=15.0, checkpointed=1.0, forward=18.8, backward=45.0, attention=2.06, between=9.4
         ),
     }
-    unquantized = ("^proj_in$", "^time_embed", "^caption_projection", "norm", "^proj_out$")
+    unquantized: tuple[str, ...] = ("^proj_in$", "^time_embed", "^caption_projection", "norm", "^proj_out$")
     streams: ClassVar = {"time_embed": "time", r"caption_projection|attn2\.to_[kv]": "prompt", "": "video"}
     attentions = (
         AttentionSpec("transformer_blocks", "video", "video"),

@@ -27,7 +27,7 @@ from finetrainers.config.facts import Activations
 
 from . import common
 from .batch import ModelComponents, PromptEmbeds, VAEStats, VideoMeta
-from .common import input_dtype
+from .common import input_dtype, rotate_pairs
 from .compiling import unwrap
 from .files.files import MODEL_INDEX
 from .flops import AttentionSpec, Flops
@@ -93,9 +93,7 @@ def _heads(attn: Any, x_BSD: Tensor, projections: Sequence[Any]) -> list[Tensor]
 
 def _rotate(x_BSHD: Tensor, cos_SHD: Tensor, sin_SHD: Tensor) -> Tensor:
     """Rotate pairs of channels in fp32; each head has its own frequencies."""
-    first, second = x_BSHD.float().unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.stack([first * cos_SHD - second * sin_SHD, first * sin_SHD + second * cos_SHD], dim=-1)
-    return rotated.flatten(-2).to(x_BSHD.dtype)
+    return rotate_pairs(x_BSHD.float(), cos_SHD, sin_SHD).to(x_BSHD.dtype)
 
 
 class MochiSpec(ModelSpec):

@@ -28,6 +28,9 @@ from .wan import WanSpec
 #: Frame rate whose embedding is the first of two; all others have the second one.
 _FIRST_RATE = 16
 
+# The network copies the rates' indexes from a tensor, since numbers would make the host wait for the device.
+warnings.filterwarnings("ignore", "To copy construct from a tensor")
+
 
 class SkyReelsV2Spec(WanSpec):
     """SkyReels-V2 as its pipelines run it; see `WanSpec`. "Tokens" are the frames of diffusion forcing."""
@@ -100,9 +103,7 @@ class SkyReelsV2Spec(WanSpec):
         if not network.config.inject_sample_info:
             return super().predict(transformer, x_BCTHW, t, conditions, meta)
         separate = self._rates_of_clips(network, meta) if self.is_forcing and len(x_BCTHW) > 1 else nullcontext()
-        with warnings.catch_warnings(), separate:
-            # The network copies the indexes from a tensor, since numbers would make the host wait for the device.
-            warnings.filterwarnings("ignore", "To copy construct from a tensor")
+        with separate:
             return super().predict(transformer, x_BCTHW, t, conditions, meta)
 
     def network_times(self, t: Tensor, x: Tensor) -> Tensor:
@@ -110,9 +111,9 @@ class SkyReelsV2Spec(WanSpec):
         return t[:, None].expand(-1, x.shape[2]) if self.is_forcing and t.ndim == 1 else t
 
     def rate_arguments(self, network: Any, meta: VideoMeta) -> dict[str, Any]:
-        """Return index of the frame rate's embedding, if the network has any; the first clip's for diffusion forcing.
+        """Return the index of the frame rate's embedding, if the network has one.
 
-        See `_rates_of_clips` for the others.
+        For diffusion forcing it is the first clip's; see `_rates_of_clips` for the others.
         """
         arguments = {"enable_diffusion_forcing": True} if self.is_forcing else {}
         if not network.config.inject_sample_info:
@@ -174,9 +175,11 @@ class SkyReelsV2Spec(WanSpec):
         call = self.pipeline_call(conditions, negative, replace(request, image=image))
         network, seed = pipeline.transformer, generator.initial_seed()
         block = network.config.num_frame_per_block
+        adds_noise, device = "addnoise_condition" in call, pipeline._execution_device
+        devices = [device] if device.type == "cuda" else []
         # Noise on frames of an earlier window comes from the global generator.
-        with _frames_in_place(self, pipeline, request), torch.random.fork_rng(enabled="addnoise_condition" in call):
-            if "addnoise_condition" in call:
+        with _frames_in_place(self, pipeline, request), torch.random.fork_rng(devices, enabled=adds_noise):
+            if adds_noise:
                 torch.manual_seed(seed)
             try:
                 return pipeline(**call, generator=generator, output_type="np").frames[0]

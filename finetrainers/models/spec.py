@@ -27,7 +27,7 @@ from . import common, given_frames
 from .batch import Batch, ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta, even_bounds, noised
 from .common import DTYPES, fix_input_dtype, input_dtype, leave_out_unused, unused_weights
 from .compiling import compile_blocks, unwrap
-from .decoding import decode_gradient, decode_videos, recompute_decoder
+from .decoding import decode_gradient, decode_videos, in_vae_dtype, recompute_decoder
 from .files.files import MODEL_INDEX, source_option
 from .files.saving import remove_full, weight_files
 from .files.weights import are_mapped, network_on_meta
@@ -43,9 +43,9 @@ from .tiling import Size, retry_vae_on_oom, sliced_for_memory, tiled_alike, tile
 __all__ = [
     "DTYPES", "FIRST_FRAME", "MOMENTS", "OPERATOR_BODIES", "Batch", "Conditions", "FlopMeter", "ModelComponents",
     "ModelSpec", "Parts", "PromptEmbeds", "SampleRequest", "VAEStats", "VideoMeta", "are_mapped", "check_split",
-    "decode_gradient", "encoded_bytes", "even_bounds", "fix_input_dtype", "frozen_bytes", "input_dtype",
-    "leave_out_unused", "network_on_meta", "pixel_size", "remove_full", "source_option", "tiled_for_memory",
-    "to_unit_range", "unused_weights", "unwrap", "vae_working_bytes", "weight_files",
+    "decode_gradient", "encoded_bytes", "even_bounds", "fix_input_dtype", "frozen_bytes", "in_vae_dtype",
+    "input_dtype", "leave_out_unused", "network_on_meta", "pixel_size", "remove_full", "source_option",
+    "tiled_for_memory", "to_unit_range", "unused_weights", "unwrap", "vae_working_bytes", "weight_files",
 ]  # fmt: skip
 Conditions, Parts = PromptEmbeds, ModelComponents  # their names in version 0.1, for families from outside
 
@@ -67,8 +67,8 @@ class ModelSpec(PretrainedModel):
     token_plan: SequenceParallelPlan | None = None
     #: Whether the pipeline's guidance is one call of the transformer with both prompts, not a call for each of them.
     guides_in_one_call: bool = True
-    #: Arguments of the network that the family sets otherwise than its pipeline, by name: a value that it forces on the
-    #: pipeline's calls in samples, too, or None if the prediction does not depend on the argument.
+    #: Arguments of the network that the family sets otherwise than its pipeline, by name: a value that it also forces
+    #: on the pipeline's calls in samples, or None if the prediction does not depend on the argument.
     own_arguments: ClassVar[Mapping[str, Any]] = {}
     #: Arguments of the pipeline's calls that samples have otherwise than by its defaults.
     pipeline_arguments: ClassVar[Mapping[str, Any]] = {}
@@ -93,7 +93,7 @@ class ModelSpec(PretrainedModel):
     )  # fmt: skip
     #: Modules whose frozen weights the network's class keeps in fp32, where these are more than a few: parts of names.
     fp32_weights: tuple[str, ...] = ()
-    #: Tokens that go through each layer, by the first expression found in its name, and the attentions; see `flops`.
+    #: Tokens that go through each layer, by the first expression that its name matches; see `flops`.
     #: Without streams, dropout is refused with `--sp_size`.
     streams: ClassVar[Mapping[str, Stream]] = {}
     attentions: ClassVar[Sequence[AttentionSpec]] = ()
@@ -298,7 +298,7 @@ class ModelSpec(PretrainedModel):
         """Return the part that makes each tensor of `encode_clip`, in whose dtype it is, and its shape for one clip.
 
         Args:
-            network: the transformer, which tells the channels of latents.
+            network: the transformer, which has the channels of latents.
             size: frames, height and width of the clip.
         """
         frames = {MOMENTS: size[0], **{f"{name}_{MOMENTS}": size[0] for name in self.facts.media}}

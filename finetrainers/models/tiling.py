@@ -106,11 +106,18 @@ def retry_vae_on_oom(
     if gradient:
         yield retry
         return
+    with calls_through(vae, retry):
+        yield retry
+
+
+@contextmanager
+def calls_through(vae: Any, wrapper: Callable[..., Any]) -> Iterator[None]:
+    """Let each call of the VAE's `encode` and `decode` go through `wrapper(method, *args, **kwargs)` in the block."""
     before = {name: vars(vae).get(name) for name in ("encode", "decode")}
     for name in before:
-        setattr(vae, name, partial(retry, getattr(vae, name)))
+        setattr(vae, name, partial(wrapper, getattr(vae, name)))
     try:
-        yield retry
+        yield
     finally:
         for name, own in before.items():
             delattr(vae, name) if own is None else setattr(vae, name, own)

@@ -27,7 +27,7 @@ from finetrainers.utils.failures import InputError
 
 from . import common, given_frames
 from .batch import Batch, ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta
-from .common import input_dtype
+from .common import input_dtype, rotate_pairs
 from .compiling import unwrap
 from .flops import AttentionSpec, Stream, Tokens
 from .pixels import FIRST_FRAME, MOMENTS, to_pil, to_unit_range
@@ -121,10 +121,7 @@ class WanAttnProcessor(StockAttnProcessor):
 
 def _rotate(x_BSHD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate pairs of channels by the positions' cosines and sines, which are repeated for both channels of a pair."""
-    first, second = x_BSHD.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = rotary[0][..., 0::2], rotary[1][..., 1::2]
-    rotated = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
-    return rotated.flatten(-2).type_as(x_BSHD)
+    return rotate_pairs(x_BSHD, rotary[0][..., 0::2], rotary[1][..., 1::2]).type_as(x_BSHD)
 
 
 class WanSpec(ModelSpec):
@@ -412,7 +409,7 @@ class WanSpec(ModelSpec):
         if not self.facts.last_frame:
             return call
         if request.last_image is None:
-            raise InputError(f"this checkpoint of {self.name} needs a last image, too", "required")
+            raise InputError(f"this checkpoint of {self.name} also needs a last image", "required")
         return {**call, "last_image": request.last_image}
 
     def sample(

@@ -124,7 +124,7 @@ def print_origin(checked: ResolvedRun) -> None:
 
 def print_remarks(checked: ResolvedRun) -> None:
     """Print every note and every warning."""
-    for note in checked.plan.notes:
+    for note in (*checked.facts.notes, *checked.plan.notes):
         print_line(f"note: {note}")
     print_warnings(checked.warnings)
 

@@ -177,8 +177,10 @@ def lora_targets(transformer: nn.Module, targets: list[str]) -> list[str] | str:
         if not any(re.fullmatch(targets[0], name) for name in names):
             message = f"the expression {targets[0]!r} matches no layer in full; names look like {names[:3]}"
             raise ConfigError([Problem("--target_modules", message, "not_found")])
-        matches_unused = any(re.fullmatch(targets[0], name) for name in others)
-        return f"(?!.*(?:{unused}))(?:{targets[0]})" if matches_unused else targets[0]
+        if not any(re.fullmatch(targets[0], name) for name in others):
+            return targets[0]
+        flags = re.match(r"(?:\(\?[a-zA-Z]+\))*", targets[0])[0]  # type: ignore[index]
+        return f"{flags}(?!.*(?:{unused}))(?:{targets[0].removeprefix(flags)})"  # flags must come first
     suffixes = {name.split(".", 2)[-1] for name in names} | {name.rsplit(".", 1)[-1] for name in names}
     for target in targets:
         if not any(is_target(name, target) for name in names):

@@ -26,6 +26,7 @@ from finetrainers.models.spec import (
     ModelSpec,
     PromptEmbeds,
     SampleRequest,
+    in_vae_dtype,
     retry_vae_on_oom,
     to_unit_range,
 )
@@ -275,7 +276,7 @@ def _pipeline(spec: ModelSpec, parts: SamplingComponents, *, image_to_video: boo
     pipeline = spec.pipeline(parts.transformer, parts.vae, parts.scheduler, image_to_video=image_to_video)
     pipeline.set_progress_bar_config(disable=True)
     # Clips may be encoded by some of these on the device between samples.
-    with spec.companions.on(None if offload else parts.device):
+    with spec.companions.on(None if offload else parts.device), in_vae_dtype(parts.vae):
         if not offload:
             yield pipeline
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from finetrainers.memory.casting import cast_adapter_for_each_use, enable_layerw
 from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.memory.quantization import quantize_frozen, summary
 from finetrainers.methods.reference import REFERENCE_ADAPTER
-from finetrainers.models.spec import DTYPES, ModelSpec, input_dtype, weight_files
+from finetrainers.models.spec import DTYPES, ModelSpec, input_dtype, unused_weights, weight_files
 from finetrainers.parallel.strategy import Strategy, WeightFilter
 from finetrainers.plan.initial_weights import INITIAL_LORA, LORA_FILE, strip_component
 from finetrainers.plan.preflight import ResolvedRun, attribute_to_option
@@ -43,6 +44,7 @@ from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import file_sha256, fsync_dir, fsync_file
 from finetrainers.utils.hashed_files import Written
 from finetrainers.utils.headers import load_tensors, read_header
+from finetrainers.utils.text import plural
 
 from .state import TrainState
 
@@ -306,6 +308,11 @@ def attach_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec) -> None:
             parameter.data = parameter.data.float()
             parameter.requires_grad_(True)  # frozen weights may be stored in 8 bits
     _set_adapter(state, transformer, path)  # again in fp32: PEFT's adapter had the dtype of the frozen weights
+    unused = unused_weights(transformer)
+    without_effect = {name.partition(".lora_")[0] for name in state if unused and re.search(unused, name)}
+    if without_effect:
+        layers = plural(len(without_effect), "layer")
+        print_line(f"note: {path} has {layers} without effect on videos, such as {min(without_effect)}")
 
 
 def replace_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec) -> bool:

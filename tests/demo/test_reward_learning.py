@@ -31,6 +31,13 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
             "window_size": None, "window_range": None, "lr": 1.5e-2,
         },
     ),
+    "awm-lora": (
+        5,
+        {
+            "method": "awm", "noise_levels": 2, "init_same_noise": False, "old_policy_kl": 0.1, "kl_coef": 1e-3,
+            "window_size": None, "window_range": None, "lr": 6e-3,
+        },
+    ),
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from every_family import FAMILIES, short_clip
 from torch import Tensor
 
 from finetrainers.config.sections import ModelSection
-from finetrainers.models.decoding import decode_gradient
+from finetrainers.models.decoding import decode_gradient, in_vae_dtype
 from finetrainers.models.registry import get_family
 
 
@@ -57,3 +57,28 @@ def test_it_is_that_of_autograd(family: str, tiny_repo: Callable[..., Path]) -> 
     assert vae.use_slicing
     # A pixel at a bound of the range is clamped or not by a rounding error, so that single numbers may differ.
     assert (found - wanted).norm() <= 1e-4 * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_pipeline_calls_the_vae_in_its_dtype(dtype: str, tiny_repo: Callable[..., Path]) -> None:
+    section = ModelSection(pretrained_model_name_or_path=str(tiny_repo("ltx_video")), vae_dtype=dtype)
+    vae: Any = get_family("ltx_video").load(section).load_vae()
+    latents, clip = torch.randn(1, vae.config.latent_channels, 2, 2, 2), torch.rand(1, 3, 9, 64, 64)
+
+    def call(other: torch.dtype) -> list[Tensor]:
+        return [vae.decode(latents.to(other)).sample, vae.encode(clip.to(other)).latent_dist.parameters]
+
+    with torch.no_grad():
+        with in_vae_dtype(vae):
+            inside = call(torch.float32 if dtype == "bf16" else torch.bfloat16)
+        clip, latents = clip.bfloat16(), latents.bfloat16()
+        alone = call(vae.dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            usual = call(vae.dtype)
+            with in_vae_dtype(vae):
+                under_autocast = call(vae.dtype)
+    assert all(map(torch.equal, inside, alone))
+    # Those in bf16 are as before, with norms in fp32 under autocast.
+    assert all(map(torch.equal, under_autocast, alone if dtype == "fp32" else usual))
+    assert dtype == "bf16" or not any(map(torch.equal, usual, alone))
+    assert not {"encode", "decode"} & set(vars(vae))

@@ -57,7 +57,7 @@ def stock_call(
 
 @pytest.mark.rotating
 def test_a_batch_is_predicted_as_by_the_stock_network_for_each_prompt(tiny_repo: Callable[..., Path]) -> None:
-    """With a mask of the padding in a batch, without one where the texts have one length, and by the stock network."""
+    """With a mask of the padding in a batch, without one where the texts have one length."""
     repo = tiny_repo("kandinsky5")
     spec, pipeline = spec_of(repo), Kandinsky5T2VPipeline.from_pretrained(repo, dtype=torch.float32)
     network, stock = spec.load_transformer(torch.float32), stock_network(repo)
@@ -71,7 +71,6 @@ def test_a_batch_is_predicted_as_by_the_stock_network_for_each_prompt(tiny_repo:
         together = spec.predict(network, x, t, texts.trimmed(), meta)
         assert together.equal(spec.predict(network, x, t, texts.trimmed(), meta))
         torch.testing.assert_close(spec.predict(network, x, t, texts, meta), together, rtol=1e-3, atol=1e-3)
-        by_stock = spec.predict(stock, x, t, texts, meta)
         for row, prompt in enumerate(PROMPTS):
             text, pooled, _ = pipeline.encode_prompt(prompt)
             assert text.shape[1] == lengths[row]
@@ -80,7 +79,6 @@ def test_a_batch_is_predicted_as_by_the_stock_network_for_each_prompt(tiny_repo:
             for conditions in (texts.rows([row]), texts.rows([row]).trimmed()):  # without lengths, and with
                 alone = spec.predict(network, x[one], level, conditions, VideoMeta(fps=meta.fps[one]))
                 torch.testing.assert_close(alone[0], expected, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(by_stock[row], expected, rtol=1e-5, atol=1e-5)
             # Positions are rounded to bf16: another order of sums may change a last bit there.
             torch.testing.assert_close(together[row], expected, rtol=1e-3, atol=1e-3)
         padded = texts["prompt_embeds"].clone()
@@ -146,6 +144,7 @@ def test_attention_is_dense_in_checkpoints_of_sparse_attention(tiny_repo: Callab
     made = []
     for place in (repo, tiny_repo("kandinsky5")):
         spec = spec_of(place)
+        assert bool(spec.facts.notes) == (place == repo)
         rows = spec.encode_text(spec.load_text_encoders(), PROMPTS[:2])
         pipeline = spec.pipeline(spec.load_transformer(torch.float32), spec.load_vae(), spec.load_scheduler())
         pipeline.set_progress_bar_config(disable=True)
@@ -161,6 +160,8 @@ def test_checkpoints_are_distinguished_by_their_pipeline(tiny_repo: Callable[...
     assert (read({"transformer": network}).first_frame, read({"transformer": network}).needs_image) == ("none", False)
     facts = read({**animates, "transformer": network})
     assert (facts.first_frame, facts.needs_image, facts.first_frame_p, facts.heads) == ("tokens", True, 1.0, 28)
+    sizes = (509, 512, 768), (513, 512, 768), (5, 2048, 2048), (5, 2048, 2064)
+    assert [bool(facts.geometry.problems(*size)) for size in sizes] == [False, True, False, True]
     with refused("unsupported", "visual_cond"):
         read({**animates, "transformer": {**network, "visual_cond": False}})
     family, spec = get_family("kandinsky5"), spec_of(tiny_repo("kandinsky5"))

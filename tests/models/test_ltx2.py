@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.ltx2.utils import DEFAULT_NEGATIVE_PROMPT
+from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
 from refusals import refused, refused_options
 from safetensors import safe_open
@@ -22,6 +24,7 @@ from finetrainers.models.batch import PromptEmbeds, SampleRequest, VideoMeta
 from finetrainers.models.ltx2 import LTX2Spec
 from finetrainers.models.registry import get_family
 from finetrainers.plan.trainable import make_trainable, trainable_parameters
+from finetrainers.training.trained_weights import attach_lora
 
 VERSIONS = ("2.0", "2.3")
 SOUND = ("audio", "av_cross_attn", "a2v")
@@ -76,7 +79,7 @@ def test_the_text_of_2_3_sees_the_noise_level_of_the_clip(tiny_repo: Callable[..
     assert calls[0]["timestep"][0].tolist() == pytest.approx([0.0] * 4 + [700.0] * 8)
 
 
-@pytest.mark.parametrize("targets", [None, ["to_q", "to_out.0"], [r".*\.to_[kv]"]])
+@pytest.mark.parametrize("targets", [None, ["to_q", "to_out.0"], [r"(?i)(?s).*\.TO_[kv]"]])
 def test_no_layer_of_sound_gets_a_lora(
     targets: list[str] | None, tiny_repo: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -121,6 +124,18 @@ def test_a_lora_of_another_version_is_told(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
+def test_layers_of_sound_in_a_lora_are_counted(
+    tiny_repo: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = spec_of(tiny_repo("ltx2"))
+    network: Any = spec.transformer_on_meta()
+    network.add_adapter(LoraConfig(r=2, target_modules=["attn1.to_q", "audio_attn1.to_q"]))
+    weights = {name: torch.ones(tensor.shape) for name, tensor in get_peft_model_state_dict(network).items()}
+    (path,) = spec.save_lora(tmp_path, weights, network.peft_config["default"].to_dict())
+    attach_lora(path, spec.load_transformer(torch.float32), spec=spec)
+    assert " 2 layers" in capsys.readouterr().out
+
+
 def test_the_prompt_comes_before_the_learned_tokens(tiny_repo: Callable[..., Path]) -> None:
     """In the order of Lightricks' code: without attention in the connector, each token is that of its place."""
     spec = spec_of(tiny_repo("ltx2", "2.3"))
@@ -157,7 +172,7 @@ def test_samples_with_a_last_frame_in_its_place(tiny_repo: Callable[..., Path]) 
             assert bool((times[:, frame] == 0).all()) == is_clean
 
 
-@pytest.mark.parametrize("tokens", [1024, 2500, 8000])
+@pytest.mark.parametrize("tokens", [1024, 8000, 62000])
 def test_noise_levels_are_those_of_the_authors_trainer(tokens: int) -> None:
     """Level by level, from the same random numbers, by its formula in float64; the shift is not clamped."""
     config = DiffusionSection(flow_weighting_scheme="shifted_logit_normal", flow_resolution_shifting=True)
@@ -178,11 +193,18 @@ def test_noise_levels_are_those_of_the_authors_trainer(tokens: int) -> None:
     assert 150 < uniform < 250
 
 
-def test_ltx_2_5_is_refused() -> None:
+def test_other_networks_are_refused() -> None:
     read = get_family("ltx2").read
     assert (read({}).version, read({"transformer": {"cross_attn_mod": True}}).version) == ("LTX-2.0", "LTX-2.3")
+    assert read({}).defaults["validation_negative_prompt"] == DEFAULT_NEGATIVE_PROMPT
     with refused("unsupported", "LTX-2.5"):
         read({"transformer": {"cross_attn_mod": True, "ff_bias": False}})
+    for part, other in (
+        ("transformer", {"patch_size": 2}),
+        ("connectors", {"video_connector_num_learnable_registers": None}),
+    ):
+        with refused("unsupported"):
+            read({part: other})
 
 
 @pytest.mark.parametrize("version", VERSIONS)

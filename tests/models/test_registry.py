@@ -142,6 +142,7 @@ def test_checkpoints_that_resemble_a_family_are_refused_with_what_to_use(
 @pytest.mark.parametrize(
     ("hub_id", "family"),
     [("Lightricks/LTX-2-19b-distilled", "ltx2"),
+     ("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v_distilled", "hunyuan_video_15"),
      ("kandinskylab/Kandinsky-5.0-T2V-Lite-distilled16steps-5s-Diffusers", "kandinsky5"),
      ("kandinskylab/Kandinsky-5.0-T2V-Lite-nocfg-10s-Diffusers", "kandinsky5"),
      ("kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers", "kandinsky5")],
@@ -154,7 +155,10 @@ def test_distilled_checkpoints_are_refused_by_their_hub_id(hub_id, family):
         ModelSection(pretrained_model_name_or_path=get_family(family).published[0], transformer_id=hub_id),
     ):
         assert [problem.kind for problem in get_family(family).problems(section)] == ["unsupported"]
-    assert all(id_lookalike(place) is None for one in families().values() for place in one.published)
+    published = [place for one in families().values() for place in one.published]
+    assert all(id_lookalike(place) is None for place in published)
+    if "distilled" in hub_id:
+        assert id_lookalike(hub_id.replace("distilled", "undistilled")) is None
 
 
 def test_distilled_checkpoints_are_refused_by_names_and_metadata_of_their_files(tmp_path, tiny_repo):

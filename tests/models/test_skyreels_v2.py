@@ -84,10 +84,12 @@ def test_windows_and_blocks_of_a_sample_are_checked() -> None:
     invalid: tuple[tuple[Mapping[str, int], int, str], ...] = (
         ({"causal_block_size": 0}, 97, "causal_block_size"), ({"causal_block_size": 4}, 97, "causal_block_size"),
         ({"base_num_frames": 97}, 98, "overlap_history"), ({"overlap_history": 97}, 97, "overlap_history"),
+        ({"overlap_history": 97, "base_num_frames": 98}, 177, "overlap_history"), ({"overlap_history": 0}, 97, "over"),
+        ({"overlap_history": 2, "base_num_frames": 4}, 97, "overlap_history"),
         ({"overlap_history": 17, "base_num_frames": 97, "causal_block_size": 5}, 193, "causal_block_size"),
         ({"addnoise_condition": 61}, 97, "addnoise_condition"),
     )  # fmt: skip
-    assert [name in (sample_problem(*case) or "") for *case, name in invalid] == [True] * 6  # type: ignore[arg-type]
+    assert [name in (sample_problem(*case) or "") for *case, name in invalid] == [True] * 9  # type: ignore[arg-type]
 
 
 def test_layers_have_the_names_of_wan_and_the_rates_those_of_skywork() -> None:

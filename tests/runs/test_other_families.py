@@ -287,7 +287,7 @@ def test_either_expert_is_trained_and_sampled_with_the_other(
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize(("method", "expert"), [("grpo", "low"), ("grpo", "high"), ("nft", "low")])
+@pytest.mark.parametrize(("method", "expert"), [("grpo", "low"), ("grpo", "high"), ("nft", "low"), ("awm", "high")])
 def test_rewards_train_one_expert_at_its_noise_levels(
     method: str, expert: str, wan: Path, run: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -316,6 +316,10 @@ def test_rewards_train_one_expert_at_its_noise_levels(
     if method == "grpo":
         with pytest.raises(ConfigError, match=r" 6 steps .* expert .*--window_range"):
             run(**values | {"output_dir": str(tmp_path / "other"), "window_size": 6, "window_range": [0.0, 1.0]})
+    else:
+        with refused_options(("--noise_level_range", "conflict")):
+            levels = [0.0, 0.2] if expert == "low" else [0.8, 1.0]
+            run(**values | {"output_dir": str(tmp_path / "other"), "noise_level_range": levels})
 
 
 def test_an_expert_is_chosen_and_replaced(wan: Path, options: Callable[..., dict], tmp_path: Path) -> None:

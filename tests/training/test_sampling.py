@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 from diffusers import ClassifierFreeGuidance, LTXPipeline
+from every_family import FAMILIES, sampled_frames
 from PIL import Image
 
 from finetrainers.config.prompts import parse_validation_prompts
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.families.ltx_video import read as ltx_video
 from finetrainers.models.ltx_video import LTXVideoSpec
+from finetrainers.models.registry import get_family
 from finetrainers.models.spec import ModelComponents, SampleRequest
 from finetrainers.plan.trainable import make_trainable
 from finetrainers.training.callbacks import validation
@@ -144,3 +146,39 @@ def test_a_pipeline_is_built_once_for_all_clips_of_a_kind(
     assert np.array_equal(by_guider[0], expected[0])
     assert not np.array_equal(by_guider[1], expected[1])
     assert built == [False, True, False]
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", FAMILIES)
+def test_samples_are_decoded_in_the_dtype_of_the_vae(name: str, tiny_repo: Callable[..., Path]) -> None:
+    """The family's own, by a network in bf16 or fp32, with autocast or without; fp32 stays fp32, as in rollouts."""
+    family = get_family(name)
+    repo = tiny_repo(name, "i2v" if "i2v" in family.tiny_versions else None)
+    spec = family.load(family.with_dtypes(ModelSection(model_name=name, pretrained_model_name_or_path=str(repo))))
+    facts, size = spec.facts, (64, 64)
+    encoders, vae, decoded = spec.load_text_encoders(), spec.load_vae(), []
+    decode = vae.decode
+
+    def recorded(z: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        decoded.append((z, args, kwargs, decode(z, *args, **kwargs)))
+        return decoded[-1][-1]
+
+    vae.decode = recorded
+    image = None if facts.first_frame == "none" else Image.new("RGB", size, (200, 30, 30))
+    request = SampleRequest(sampled_frames(facts), *size, 24.0, max(2, facts.least_steps), 3.0, image=image)
+    # Pipelines cast images to the dtype of the prompt.
+    in_fp32 = [] if image is None else [(torch.float32, False)]
+    for dtype, autocast in [(torch.bfloat16, False), (torch.bfloat16, True), *in_fp32]:
+        network, scheduler = spec.load_transformer(dtype).eval(), spec.load_scheduler()
+        rows = [spec.encode_text(encoders, [prompt]).to("cpu", dtype) for prompt in ("a red ball", "")]
+        sampled = PromptRequest(*rows, request, torch.Generator().manual_seed(1))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            parts = SamplingComponents(network, vae, scheduler, torch.device("cpu"))
+            (clip,) = sample_prompts(spec, parts, [sampled])
+        assert clip.shape == (request.num_frames, *size, 3)
+        z, args, kwargs, video = decoded.pop()
+        assert z.dtype == vae.dtype
+        if vae.dtype == torch.float32:
+            with torch.no_grad():
+                assert torch.equal(video[0], decode(z, *args, **kwargs)[0])
+    assert (vae.dtype == torch.float32) == (family.dtypes.get("vae_dtype") == "fp32")

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from finetrainers.config.checks.findings import Finding
+from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.root import TrainConfig
+from finetrainers.config.values import range_between
 
 from .option_rules import check_noised_clips
+from .prompts.plan import PromptPlan
 from .spec import RewardFinetuning
+
+if TYPE_CHECKING:
+    from finetrainers.models.spec import ModelSpec
 
 
 class NoisedClips(RewardFinetuning):
@@ -20,6 +27,18 @@ class NoisedClips(RewardFinetuning):
     def option_rules(self, config: TrainConfig, facts: Facts, *, world_size: int) -> Iterator[Finding]:
         yield from super().option_rules(config, facts, world_size=world_size)
         yield from check_noised_clips(config.grpo)
+
+    def check(self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> None:
+        super().check(plan, config, spec=spec)
+        section, steps = config.grpo, config.grpo.sampling_steps
+        times = spec.sampling_times(
+            spec.load_scheduler(), steps, num_tokens=plan.num_tokens, shift=section.shift
+        ).tolist()
+        if not any(
+            spec.facts.trains_at(times[step]) for step in range_between(section.noise_level_range, steps, steps)
+        ):
+            message = "holds no noise level of the trained expert; use a wider range"
+            raise ConfigError([Problem("--noise_level_range", message, "conflict")])
 
     def repeats(self, config: TrainConfig) -> int:
         return config.grpo.noise_levels

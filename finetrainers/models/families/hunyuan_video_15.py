@@ -15,7 +15,7 @@ _HUB = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-"
 def read(configs: Configs) -> Facts:
     """Read the facts about a HunyuanVideo-1.5 checkpoint.
 
-    All transformers take the latents, as many channels for the first frame, and a mask; `task_type` says whether they
+    All transformers take the latents, as many channels for the first frame, and a mask; `task_type` states whether they
     are given one, with states of the image by SigLIP. The scheduler's shift is that of samples, which depends on size
     and task; training draws noise levels at shift 3 (`TrainingConfig` in train.py of Tencent-Hunyuan/HunyuanVideo-1.5).
 
@@ -26,8 +26,8 @@ def read(configs: Configs) -> Facts:
     inputs, latents = transformer.get("in_channels", 65), transformer.get("out_channels") or 32
     if transformer.get("use_meanflow", False):
         raise InputError(
-            "this checkpoint of hunyuan_video_15 was distilled to few steps, each of which is given the noise level "
-            f"that it leads to (use_meanflow); train {_HUB}480p_i2v or {_HUB}480p_t2v",
+            "this checkpoint of hunyuan_video_15 was distilled to few steps, whose networks are given "
+            f"two noise levels (use_meanflow); train {_HUB}480p_i2v or {_HUB}480p_t2v",
             "unsupported",
         )
     if inputs != 2 * latents + 1:

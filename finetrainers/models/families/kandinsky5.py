@@ -17,8 +17,11 @@ NEGATIVE_PROMPT = (
     "walking backwards"
 )
 _IMAGE_PIPELINE = "Kandinsky5I2VPipeline"
-#: Positions of tokens along each side that the network has, and pixels of a token.
+#: Positions of tokens that the network has in time and along each side.
 _POSITIONS = 128
+_DENSE = (
+    "the sparse attention of this checkpoint (NABLA) is not supported: it is trained and sampled with dense attention"
+)
 
 
 def read(configs: Configs) -> Facts:
@@ -32,7 +35,7 @@ def read(configs: Configs) -> Facts:
     """
     vae, transformer, index = (configs.get(name, {}) for name in ("vae", "transformer", "model_index"))
     patch, axes = transformer.get("patch_size", (1, 2, 2)), transformer.get("axes_dims", (16, 24, 24))
-    spatial = vae.get("spatial_compression_ratio", 8)
+    spatial, temporal = vae.get("spatial_compression_ratio", 8), vae.get("temporal_compression_ratio", 4)
     animates = index.get("_class_name") == _IMAGE_PIPELINE
     if animates and transformer and not transformer.get("visual_cond", False):
         raise InputError(
@@ -43,11 +46,12 @@ def read(configs: Configs) -> Facts:
     first_frame = "tokens" if animates else "none"
     return Facts(
         Geometry(
-            temporal=vae.get("temporal_compression_ratio", 4),
+            temporal=temporal,
             spatial=spatial,
             patch=patch[1],
             patch_t=patch[0],
             fps=24.0,
+            longest=(_POSITIONS * patch[0] - 1) * temporal + 1,
             largest=(_POSITIONS * spatial * patch[1], _POSITIONS * spatial * patch[2]),
         ),
         text_parts=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
@@ -55,6 +59,7 @@ def read(configs: Configs) -> Facts:
         heads=transformer.get("model_dim", 2048) // sum(axes) if transformer else 28,
         lora_targets=("to_query", "to_key", "to_value", "self_attention.out_layer", "cross_attention.out_layer"),
         lora=_LORA,
+        notes=(_DENSE,) if transformer.get("attention_type", "regular") != "regular" else (),
         first_frame=first_frame if transformer else "unknown",
         first_frame_p=1.0 if animates else 0.0,
         animates=animates,

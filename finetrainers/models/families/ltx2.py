@@ -8,7 +8,8 @@ from finetrainers.utils.failures import InputError
 
 from ..family import Family
 
-#: Settings of `ltx-trainer`'s `configs/t2v_lora.yaml`, with its distribution of noise levels.
+#: Settings of `ltx-trainer`'s `configs/t2v_lora.yaml`, with its distribution of noise levels. It trains without given
+#: frames there, and half of the samples with the first one in `i2v_lora.yaml`.
 _LORA = LoRASettings(
     32, 1e-4, 2000,
     {
@@ -20,8 +21,19 @@ _LORA = LoRASettings(
 _VIDEO_LAYERS = tuple(
     f"{attention}.{layer}" for attention in ("attn1", "attn2") for layer in ("to_k", "to_q", "to_v", "to_out.0")
 )
-
-
+#: `DEFAULT_NEGATIVE_PROMPT` of Lightricks' `ltx-pipelines`, with words on sound.
+NEGATIVE_PROMPT = (
+    "blurry, out of focus, overexposed, underexposed, low contrast, washed out colors, excessive noise, grainy "
+    "texture, poor lighting, flickering, motion blur, distorted proportions, unnatural skin tones, deformed facial "
+    "features, asymmetrical face, missing facial features, extra limbs, disfigured hands, wrong hand count, artifacts "
+    "around text, inconsistent perspective, camera shake, incorrect depth of field, background too sharp, background "
+    "clutter, distracting reflections, harsh shadows, inconsistent lighting direction, color banding, cartoonish "
+    "rendering, 3D CGI look, unrealistic materials, uncanny valley effect, incorrect ethnicity, wrong gender, "
+    "exaggerated expressions, wrong gaze direction, mismatched lip sync, silent or muted audio, distorted voice, "
+    "robotic voice, echo, background noise, off-sync audio, incorrect dialogue, added dialogue, repetitive speech, "
+    "jittery movement, awkward pauses, incorrect timing, unnatural transitions, inconsistent framing, tilted camera, "
+    "flat lighting, inconsistent tone, cinematic oversaturation, stylized filters, or AI artifacts."
+)
 #: Weights of sound, and those between sound and video.
 _UNUSED = "audio|av_cross_attn|a2v"
 
@@ -45,9 +57,17 @@ def read(configs: Configs) -> Facts:
     """Read the facts about an LTX-2 checkpoint.
 
     The compression is that of the config, or by default of the class: the patch times each halving of its four stages.
+
+    Raises:
+        ValueError: it is LTX-2.5, has tokens of several latent cells, or prompts with padding.
     """
-    vae, transformer = configs.get("vae"), configs.get("transformer", {})
+    vae, transformer, connectors = configs.get("vae"), configs.get("transformer", {}), configs.get("connectors", {})
     version = read_version(transformer)
+    if (transformer.get("patch_size", 1), transformer.get("patch_size_t", 1)) != (1, 1):
+        raise InputError("ltx2 supports tokens of one latent cell; use a transformer with patch_size 1", "unsupported")
+    if connectors.get("video_connector_num_learnable_registers", 128) is None:
+        message = "ltx2 supports connectors that replace padding by learned tokens; use those of Lightricks/LTX-2"
+        raise InputError(message, "unsupported")
     spatial, temporal = 32, 8
     if vae is not None:
         stages = vae.get("downsample_type", ("spatial", "temporal", "spatiotemporal", "spatiotemporal"))
@@ -57,8 +77,8 @@ def read(configs: Configs) -> Facts:
         Geometry(
             temporal=temporal,
             spatial=spatial,
-            patch=transformer.get("patch_size", 1),
-            patch_t=transformer.get("patch_size_t", 1),
+            patch=1,
+            patch_t=1,
             fps=24.0,
             pixels=32,
         ),
@@ -71,7 +91,12 @@ def read(configs: Configs) -> Facts:
         unused=_UNUSED,
         lora=_LORA,
         least_steps=2,  # its schedule is stretched to end at its own level, which one step leaves undefined
-        defaults={"validation_guidance_scale": 3.0},
+        # Those of Lightricks' `ltx-pipelines`.
+        defaults={
+            "validation_guidance_scale": 3.0,
+            "validation_inference_steps": 40 if version == "2.0" else 30,
+            "validation_negative_prompt": NEGATIVE_PROMPT,
+        },
         version=f"LTX-{version}",
     )
 

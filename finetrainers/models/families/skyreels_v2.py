@@ -72,8 +72,9 @@ def sample_problem(arguments: Mapping[str, int], frames: int) -> str | None:
         return f"addnoise_condition must be at most 60, got {noise}; use 20"
     if frames > base and overlap is None:
         return f"{frames} frames are more than base_num_frames={base}; set overlap_history, for example 17"
-    if overlap is not None and not 1 <= overlap < base:
-        return f"overlap_history must be at least 1 and less than base_num_frames={base}, got {overlap}"
+    if overlap is not None and not 0 <= (overlap - 1) // _TEMPORAL < (base - 1) // _TEMPORAL:
+        distance = f"one latent frame ({_TEMPORAL} frames) less than base_num_frames={base}"
+        return f"overlap_history must be at least 1 and at least {distance}, got {overlap}"
     uneven = next((latents for latents in window_lengths(frames, base, overlap) if latents % block), None)
     if uneven is not None:
         return f"causal_block_size must divide the {uneven} latent frames of each window, got {block}"

@@ -33,7 +33,7 @@ def read(configs: Configs, *, family: str = "wan") -> Facts:
 
     Text-to-video transformers take the latents alone, image-to-video ones also a mask, with a channel for each frame of
     a latent frame, and the latents of the given frames. Those of 2.1 also read CLIP's states of the image; one with
-    positions for two images is given the last frame, too. 5B takes a time per token (`expand_timesteps`), so that given
+    positions for two images is also given the last frame. 5B takes a time per token (`expand_timesteps`), so that given
     frames are clean tokens. Two experts share the noise levels at `boundary_ratio` of the pipeline's config.
 
     Raises:
@@ -46,7 +46,7 @@ def read(configs: Configs, *, family: str = "wan") -> Facts:
     temporal, patch = vae.get("scale_factor_temporal", 4), transformer.get("patch_size", (1, 2, 2))
     if inputs not in (latents, 2 * latents + temporal):
         raise InputError(
-            f"a {family} transformer with {inputs} input channels for {latents} latent channels is not known; "
+            f"unknown {family} transformer with {inputs} input channels for {latents} latent channels; "
             f"text-to-video checkpoints have {latents}, image-to-video ones {2 * latents + temporal}",
             "unsupported",
         )

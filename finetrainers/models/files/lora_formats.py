@@ -39,29 +39,15 @@ _HUNYUAN_EMBEDDERS = (
     (r"^txt_in\.c_embedder\.linear_1\.", "txt_in.c_embedder.in_layer."),
     (r"^txt_in\.c_embedder\.linear_2\.", "txt_in.c_embedder.out_layer."),
 )
-_LTX, _HUNYUAN, _COG = "LTXVideoTransformer3DModel", "HunyuanVideoTransformer3DModel", "CogVideoXTransformer3DModel"
-_WAN, _LTX2, _MOCHI = "WanTransformer3DModel", "LTX2VideoTransformer3DModel", "MochiTransformer3DModel"
-_HUNYUAN_15, _SKYREELS = "HunyuanVideo15Transformer3DModel", "SkyReelsV2Transformer3DModel"
-_KANDINSKY = "Kandinsky5Transformer3DModel"
-#: Layer names in LoRA files, by class of network and format, from the names of the network's tensors.
+_HUNYUAN, _HUNYUAN_15 = "HunyuanVideoTransformer3DModel", "HunyuanVideo15Transformer3DModel"
+_COG = "CogVideoXTransformer3DModel"
+#: Layer names in LoRA files that are not those of the authors, by class of network and format, from the names of the
+#: network's tensors.
 _LAYOUTS: Mapping[tuple[str, Foreign], Callable[[list[str]], Layout]] = {
-    (_LTX, "comfyui"): lambda names: original_layout(_LTX, names)[0],
-    (_LTX, "kohya"): lambda names: original_layout(_LTX, names)[0],
-    (_LTX2, "comfyui"): lambda names: original_layout(_LTX2, names)[0],
-    (_LTX2, "kohya"): lambda names: original_layout(_LTX2, names)[0],
     (_HUNYUAN, "comfyui"): lambda names: rename_layout(original_layout(_HUNYUAN, names)[0], _HUNYUAN_EMBEDDERS),
-    (_HUNYUAN, "kohya"): lambda names: original_layout(_HUNYUAN, names)[0],
     (_HUNYUAN_15, "comfyui"): lambda names: rename_layout(original_layout(_HUNYUAN_15, names)[0], _HUNYUAN_EMBEDDERS),
     # musubi-tuner's network has query, key and value apart, as Tencent's.
     (_HUNYUAN_15, "kohya"): lambda names: original_layout(_HUNYUAN_15, names, "Tencent's")[0],
-    (_WAN, "comfyui"): lambda names: original_layout(_WAN, names)[0],
-    (_WAN, "kohya"): lambda names: original_layout(_WAN, names)[0],
-    (_SKYREELS, "comfyui"): lambda names: original_layout(_SKYREELS, names)[0],
-    (_SKYREELS, "kohya"): lambda names: original_layout(_SKYREELS, names)[0],
-    (_KANDINSKY, "comfyui"): lambda names: original_layout(_KANDINSKY, names)[0],
-    (_KANDINSKY, "kohya"): lambda names: original_layout(_KANDINSKY, names)[0],
-    (_MOCHI, "comfyui"): lambda names: original_layout(_MOCHI, names)[0],
-    (_MOCHI, "kohya"): lambda names: original_layout(_MOCHI, names)[0],
     (_COG, "comfyui"): lambda names: original_layout(_COG, names, COMFYUI)[0],
     # VideoX-Fun's prefix ends with two underscores.
     (_COG, "kohya"): lambda names: rename_layout(build_layout(names, ()), [("^", ".")]),
@@ -196,8 +182,9 @@ def _by_layer(tensors: Mapping[str, Tensor], layer_name: Callable[[str], str]) -
 
 def stored_layers(network: nn.Module, kind: Foreign) -> dict[str, tuple[Rows, ...]]:
     """Return the layers of a network in a format, by their names without the prefix, with the modules' rows in each."""
-    names = [*network.state_dict()]
-    return _modules(_LAYOUTS[_stock_class(network), kind](names), kind)
+    stock, names = _stock_class(network), [*network.state_dict()]
+    other = _LAYOUTS.get((stock, kind))
+    return _modules(original_layout(stock, names)[0] if other is None else other(names), kind)
 
 
 def _known_layers(network: nn.Module, kind: Foreign) -> dict[str, tuple[Rows, ...]]:

@@ -118,7 +118,7 @@ HUNYUAN_TRANSFORMER = (
     Rule(r"norm_out\.linear\.(.*)", r"final_layer.adaLN_modulation.1.\1", (1, 0)),
     Rule(r"proj_out\.(.*)", r"final_layer.linear.\1"),
 )  # fmt: skip
-#: From Tencent's names to ComfyUI's, in which it also saves what it has loaded.
+#: From Tencent's names to those of ComfyUI's modules, which it also saves.
 _HUNYUAN_COMFYUI = (
     (r"^txt_in\.t_embedder\.mlp\.0\.", "txt_in.t_embedder.in_layer."),
     (r"^txt_in\.t_embedder\.mlp\.2\.", "txt_in.t_embedder.out_layer."),
@@ -182,7 +182,7 @@ HUNYUAN_15_TRANSFORMER = (
 
 
 def _hunyuan_15_transformer(names: list[str]) -> dict[str, Layout]:
-    """Return ComfyUI's files, which musubi-tuner reads, too; Tencent's; and the names of ComfyUI's own modules."""
+    """Return ComfyUI's files, which musubi-tuner also reads; Tencent's; and the names of ComfyUI's own modules."""
     joined = build_layout(names, _HUNYUAN_15)
     tencent = build_layout(names, HUNYUAN_15_TRANSFORMER)
     return {"ComfyUI's files": joined, "Tencent's": tencent, COMFYUI: rename_layout(joined, _HUNYUAN_COMFYUI)}
@@ -454,7 +454,7 @@ def _wan_vae(names: list[str]) -> dict[str, Layout]:
 
 
 def _kandinsky_transformer(names: list[str]) -> dict[str, Layout]:
-    """Return the authors' layout, whose names diffusers and ComfyUI have, too."""
+    """Return the authors' layout, whose names diffusers and ComfyUI also have."""
     return {"Kandinsky Lab's": build_layout(names, ())}
 
 
