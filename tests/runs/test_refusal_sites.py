@@ -157,7 +157,7 @@ AFTER = {
         memory/quantization.py: QuantizedLinear.__getattr__
         methods/grpo/no_replay/group_gradients.py: GroupClips.pop_selected, GroupGradients._factors
         methods/registry.py: register_method 2
-        models/registry.py: build_tiny 2
+        models/registry.py: tiny_builder 2
         models/split/sequence.py: SplitAttend.__call__
         models/spec.py: ModelSpec.encode_with_images, ModelSpec.text_shapes
         parallel/zero.py: ZeRO.load_optimizer
@@ -260,7 +260,8 @@ def configurations(folder: Path) -> Iterator[dict[str, Any]]:
     yield {"init_from": str(folder)}
     for path in ("finished/checkpoints/step-1", "finished/pytorch_lora_weights.safetensors"):
         yield {"init_from": str(folder / path)}
-    yield {"resume_from_checkpoint": "latest", "output_dir": str(folder / "finished")}
+    for checkpoint in ("latest", "7"):
+        yield {"resume_from_checkpoint": checkpoint, "output_dir": str(folder / "finished")}
 
 
 #: Variables of launchers under which configurations are checked once more.
