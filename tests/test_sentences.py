@@ -275,9 +275,9 @@ REWARDS_AND_METHODS: list[Row] = [
     (
         lambda folder: plan_rewarded(folder, method="refl", reward=["compressibility"]),
         "1 problem with this configuration:\n  - --reward: compressibility has no gradient. Use one of aesthetic, "
-        "brightness, clipscore, color, contrast, hpsv2, motion, pickscore, preferred_color, sharpness, smoothness, "
-        "steadiness, or a function `module:function` with `function.differentiable = True`. Weight 0 only logs it; "
-        "policy gradients support any reward",
+        "brightness, clipscore, color, contrast, hpsv2, motion, pickscore, preferred_color, saturation, sharpness, "
+        "smoothness, steadiness, or a function `module:function` with `function.differentiable = True`. Weight 0 only "
+        "logs it; policy gradients support any reward",
     ),
     (
         lambda folder: plan_rewarded(
@@ -343,7 +343,8 @@ REWARDS_AND_METHODS: list[Row] = [
     ),
     (
         lambda: score_clips("operator:is_", 1, 2, 3, 8, 8),
-        "reward operator:is_ returned bool as 'score' of 1 clip; expected a tensor [1], one number per clip",
+        "reward operator:is_ returned bool as 'score' of 1 clip; expected one number or None per clip, as a tensor "
+        "[1], an array or a list",
     ),
 ]
 
@@ -891,6 +892,13 @@ TRAINING: list[Row] = [
         "the held-out reward shape has fallen from 0.625 around step 24 to 0.25, while the trained reward has risen "
         "from 0.5 to 0.9; the nearest checkpoint before it is run/checkpoints/step-20. Resume there with a lower "
         "--lr or a larger KL penalty, or also train on shape (--reward)",
+    ),
+    (
+        lambda: describe_hacking("witness/motion", None),
+        "motion of the rollouts has changed from 0.625 at the start to 0.25, while the trained reward has risen from "
+        "0.5 to 0.9; no earlier checkpoint exists. Resume there with a lower --lr or a larger KL penalty, or add a "
+        "held-out reward (--eval_prompts, --eval_reward). If the trained reward should change motion, set "
+        "--hacking_guard off",
     ),
     (
         lambda: describe_hacking("kl", None),

@@ -28,7 +28,7 @@ class GRPOSection(Section):
     in_plan = True
 
     prompts: Path | None = option(None, "Training prompts: .txt (one per line), .jsonl or .csv (keys `prompt`, "
-        "`image` and `last_image`, the first and last frame), or DanceGRPO's `videos2caption.json`.",
+        "`image`, `last_image`, and columns for rewards), or DanceGRPO's `videos2caption.json`.",
         resume="free", place="input")
     reward: list[Reward] = option([], "Rewards that score the clips, as `NAME[=WEIGHT][,option=value...]`. NAME is a "
         "registered reward, one of its heads (`videoalign.vq`), `module:function` or `http://host:port`; weight 0 "
@@ -145,8 +145,8 @@ class GRPOSection(Section):
     keep_rollouts: int = option(0, "Write the best and worst clips of every prompt of a logged rollout, N per "
         "prompt, with `clips.jsonl`, which `--method dpo` reads. 0 writes the best and the worst clip of one prompt.",
         resume="free", ge=0, le=100_000)
-    keep_rollouts_every: int | None = option(None, "Write clips with their scores to `rollouts/` every N rollouts, "
-        "for the report and trackers; 0 disables it. The default is every tenth rollout and the last one.",
+    keep_rollouts_every: int | None = option(None, "Write clips with their scores to `rollouts/` every N rollouts "
+        "and at the last one, for the report and trackers; 0 disables it. The default is every tenth, but at most 32.",
         resume="free", ge=0)
     dancegrpo_files: bool = option(False, "Also write the files of DanceGRPO's trainer to `output_dir`: "
         "`vq_reward.txt`, `mq_reward.txt`, `videos/` and `checkpoint-{rollout}-0`; see dancegrpo.md.", resume="free",
@@ -156,7 +156,7 @@ class GRPOSection(Section):
         "training.", resume="unlisted", local=True, place="folder")
     hacking_guard: Literal["off", "warn", "stop"] | None = option(None, "Action if a held-out reward falls while the "
         "trained reward rises (reward hacking): `off`, `warn`, or `stop` with a checkpoint and exit code 76. Without "
-        "one, the KL is checked; see guards.md.", resume="free")
+        "one, motion, sharpness, colors and the KL are checked; see grpo.md.", resume="free")
     hacking_patience: int = option(2, "Evaluations in a row that must show reward hacking before `hacking_guard` acts.",
         resume="free", ge=1, le=1000)
     reward_on_error: Literal["raise", "mask"] = option("raise", "Action if a reward fails or does not return a "

@@ -1,4 +1,4 @@
-"""Evidence of reward hacking (`--hacking_guard`): held-out rewards, or else the KL to the reference model."""
+"""Evidence of reward hacking (`--hacking_guard`): held-out rewards, or else witnesses and the KL to the reference."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from .rewards import RewardEntry, options_text, reward_labels
 from .root import TrainConfig
 
 _INTERVAL = 10  # rollouts of one judgment by the KL, where nothing is evaluated
+#: Rewards without weights that score clips of every rollout, and whether they are shares, whose rise counts as a fall.
+WITNESSES = {"motion": False, "sharpness": False, "brightness": True, "saturation": True}
 
 
 @dataclass(frozen=True)
@@ -22,22 +24,41 @@ class HackingRule:
         held_out: labels of the evaluated rewards that are not trained; without any, the KL is judged.
         patience: judgments in a row that must detect it.
         every: optimizer steps between judgments by the KL.
+        witnesses: names of the rewards of the rollouts' own clips that are compared with the trained reward.
+        prompts, updates: prompts and optimizer steps of a rollout.
     """
 
     action: Literal["warn", "stop"]
     held_out: tuple[str, ...]
     patience: int
     every: int
+    witnesses: tuple[str, ...] = ()
+    prompts: int = 1
+    updates: int = 1
 
 
 def hacking_rule(config: TrainConfig) -> HackingRule | None:
     """Return the rule of a run of reward finetuning, or None if the guard is off or there is nothing to judge by."""
     section, every = config.grpo, config.validation.eval_steps
     held_out = held_out_rewards(config) if every else ()
-    if section.hacking_guard == "off" or not (held_out or measures_kl(config)):
+    watching = () if held_out else witnesses(config)
+    if section.hacking_guard == "off" or not (held_out or watching or measures_kl(config)):
         return None
-    interval = every or _INTERVAL * section.updates_per_rollout
-    return HackingRule(section.hacking_guard or "warn", held_out, section.hacking_patience, interval)
+    return HackingRule(
+        section.hacking_guard or "warn", held_out, section.hacking_patience,
+        every or _INTERVAL * section.updates_per_rollout, watching, section.prompts_per_step,
+        section.updates_per_rollout,
+    )  # fmt: skip
+
+
+def witnesses(config: TrainConfig) -> tuple[str, ...]:
+    """Return the names of the witnesses, which are not trained; none if the guard is off. An image has no motion."""
+    section = config.grpo
+    if section.hacking_guard == "off" or section.rollout_size is None:
+        return ()
+    unusable = {entry.reward for entry in section.reward if entry.weight}
+    unusable |= {"motion"} if section.rollout_size[0] == 1 else set()
+    return tuple(name for name in WITNESSES if name not in unusable)
 
 
 def measures_kl(config: TrainConfig) -> bool:

@@ -290,6 +290,9 @@ def _reward_panels(names: Sequence[str]) -> Iterator[tuple[str, Panel]]:
             Panel(f"Reward{source}: {label_of(_REWARD + head)}", both, style="band", note=note, labels=labels),
         )
     yield "rewards", Panel("KL divergence from the reference model", ("kl",), style="smoothed", note="smoothed")
+    for name in matching(names, ("witness/",)):
+        title = f"Witness of reward hacking: {label_of(name)}"
+        yield "rewards", Panel(title, (name,), style="smoothed", note="smoothed")
     yield "rewards", Panel("Reward over KL divergence", (_REWARD,), style="dots", x="kl")
     yield "rewards", Panel("Groups with equal rewards", ("constant_groups",), unit="share")
     yield (

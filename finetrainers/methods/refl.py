@@ -144,7 +144,9 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
                         adjoints[first + i, position], values[first + i, position] = adjoint[i].clone(), float(total[i])
                         if position == 0 and collector.shown.wants(job) and collector.parallel.owns_item(batch):
                             videos[first + i] = to_uint8(pixels[i])
-                    batch_scores += [(number, scores)] if position == 0 else []
+                    if position == 0:
+                        collector.witnesses.add(pixels, number)
+                        batch_scores.append((number, scores))
             except Exception as caught:
                 error = caught
         collector.parallel.raise_if_any_failed(error, f"scoring the clips of rollout {rollout}")
@@ -155,6 +157,7 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
             "rollout": float(rollout),
             **score_stats(scores, collector.panel.weights),
             "failed_clips": float(scores.failed.sum()),
+            **collector.witnesses.stats(),
         }
         stats |= {"reward_gradient": sum(norms) / len(norms)}
         stats |= {f"seconds/{name}": seconds for name, seconds in spent.items()}
@@ -248,6 +251,7 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
                 rollout=rollout,
                 first_clip=number,
                 images=collector.source.reward_images(prompts),
+                columns=[prompt.columns for prompt in prompts],
             )
             return total.sum(), (scores, total.detach(), videos.detach().cpu())
 

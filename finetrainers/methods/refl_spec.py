@@ -39,6 +39,7 @@ class DifferentiableRewards(RewardFinetuning):
         if problems:
             return problems
         reasons = [registry().gradient_problem(entry) for entry in config.grpo.reward if entry.weight]
+        reasons += [registry().single_clip_problem(e) for e in config.grpo.reward if registry().compares_clips(e)]
         return [Problem("--reward", f"{reason}", "unsupported") for reason in reasons if reason is not None]
 
     def check(self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> None:

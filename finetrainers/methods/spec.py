@@ -315,7 +315,13 @@ class MethodSpec:
 
     def problems(self, config: TrainConfig) -> list[Problem]:
         """Return problems with options that a registry has to check: by default, with rewards."""
+        entries = config.validation.eval_reward
+        single = registry().compares_clips if self.samples else registry().single_clip_problem
         return [
+            Problem("--eval_reward", f"{registry().single_clip_problem(entry)}", "unsupported")
+            for entry in entries
+            if single(entry)
+        ] + [
             Problem.from_error(f"--{option}", error)
             for option in ("reward", "eval_reward")
             for entry in config.get(option)

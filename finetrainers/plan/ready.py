@@ -169,7 +169,9 @@ def check_classes(checked: ResolvedRun) -> None:
         if entries:
             from finetrainers.rewards.registry import server_problem
 
-            errors = [server_problem(entry) for entry in entries]
+            prompts = getattr(checked.plan, "prompts" if option == "reward" else "eval_prompts", ())
+            columns = getattr(prompts[0], "columns", ()) if prompts else ()
+            errors = [server_problem(entry, columns) for entry in entries]
             problems += [Problem.from_error(f"--{option}", error) for error in errors if error is not None]
     if problems:
         raise ConfigError(problems)

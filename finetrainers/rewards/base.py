@@ -6,12 +6,16 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from torch import Tensor
 
+from .calls import Columns, is_async
+
 #: Use of the images that clips start from.
 ImageUse: TypeAlias = Literal["none", "optional", "required"]
+#: Clips of a call that a score may depend on: the clip itself, or all clips of its prompt.
+Scope: TypeAlias = Literal["clip", "group"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,11 @@ class Head:
 class Reward(ABC):
     """A scorer of clips. Its options are the keyword arguments of its `__init__`, all strings or numbers.
 
-    Scores of a clip must not depend on the other clips of the call.
+    Scores of a clip must not depend on the other clips of the call, unless `scope` is `group`: then a call has all
+    clips of one prompt, and no others.
+
+    A method `score` with further keywords gets the columns of these names of the prompts, each a list of one value per
+    clip; with `**columns`, all others. It may be `async`.
 
     A reward that compares a clip with the image that it starts from sets `images`. Then `score` and `differentiate`
     have a further keyword of that name for `[B, 3, H, W]` in [0, 1] in the size of the clips, or None where clips start
@@ -40,6 +48,12 @@ class Reward(ABC):
     heads: ClassVar[Mapping[str, Head]] = {"score": Head()}
     #: Default batch size: clips scored together.
     batch_size: int = 8
+    #: Clips of a call that a score may depend on.
+    scope: Scope = "clip"
+    #: Columns of prompts that `score` takes; by default, its keywords.
+    columns: Columns = Columns()
+    #: Whether `score` is async.
+    asynchronous: ClassVar[bool] = False
     #: Whether `differentiate` returns scores with a graph for backpropagation.
     differentiable: ClassVar[bool] = False
     #: Use of the images that clips start from.
@@ -51,9 +65,16 @@ class Reward(ABC):
     #: Options with paths of weights.
     weights_options: ClassVar[tuple[str, ...]] = ("path",)
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Read the columns off the keywords of `score`, and whether it is async."""
+        super().__init_subclass__(**arguments)
+        if "score" in vars(cls):
+            cls.columns = vars(cls).get("columns") or Columns.from_function(cls.score, skip=3)
+            cls.asynchronous = vars(cls).get("asynchronous", is_async(cls.score))
+
     @abstractmethod
-    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
-        """Return raw scores `[B]`, fp32 on the CPU, of every head.
+    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Any]:
+        """Return raw scores `[B]` of every head: a tensor, an array, or a list of numbers and None for no score.
 
         Args:
             videos: `[B, T, C, H, W]`, fp32 in [0, 1], on the CPU; not to be changed.

@@ -1,4 +1,4 @@
-"""Rewards computed from pixels: brightness, contrast, color, sharpness and compressibility. No weights.
+"""Rewards computed from pixels: brightness, contrast, saturation, color, sharpness, compressibility. No weights.
 
 They are easily exploited, since noise is sharp and grey compresses, so use them for experiments, for tests, and with
 small weights next to a learned reward.
@@ -90,6 +90,14 @@ class Contrast(VideoReward):
     def clip(self, video: Tensor, prompt: str, *, fps: float) -> Tensor:
         """See `VideoReward.clip`."""
         return luma(video).flatten(1).std(dim=1, correction=0).mean()
+
+
+class Saturation(VideoReward):
+    """Mean difference between the largest and the smallest channel of a pixel, in [0, 1]; 0 for grey."""
+
+    def clip(self, video: Tensor, prompt: str, *, fps: float) -> Tensor:
+        """See `VideoReward.clip`."""
+        return (video.amax(dim=1) - video.amin(dim=1)).mean()
 
 
 class Color(VideoReward):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from finetrainers.config.errors import value_kind
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .base import ImageUse, Reward
+    from .calls import Columns
 
 
 def _problem(name: str, scorer: Any) -> str | None:
@@ -38,8 +40,10 @@ def register_reward(name: str, factory: Any = None) -> Any:
     """Make a reward available as `--reward name`; also a decorator.
 
     Register a function `(videos, prompts) -> scores [B]` with videos `[B, T, C, H, W]` in [0, 1], a `Reward` subclass,
-    or the address `module:attribute` of either. A function with the keyword `images` receives the images that clips
-    start from, `[B, 3, H, W]`; with a default it may be left out.
+    or the address `module:attribute` of either. The function may be async, and may return a list with None for clips
+    without a score. Its keyword `fps` is the frame rate, `images` the images that clips start from, `[B, 3, H, W]`;
+    others, and `**columns`, are columns of the prompts, lists of one value per clip. With a default they may be left
+    out.
 
     One that is defined in the same module replaces that of a name, as notebook cells are edited and run again.
 
@@ -114,6 +118,37 @@ def copies_on_gpu(entry: RewardEntry) -> int:
     return processes if int(match[1]) < processes else 0
 
 
+def columns_taken(entry: RewardEntry) -> Columns:
+    """Return the columns of prompts that a reward takes (imports torch); of a server all, until it is contacted."""
+    from .calls import Columns
+
+    try:
+        return resolve_reward(entry.reward).columns
+    except ValueError:  # an unknown reward, reported elsewhere
+        return Columns()
+
+
+def compares_clips(entry: RewardEntry) -> bool:
+    """Return whether a reward compares the clips of a prompt. A server reports it only when it is contacted."""
+    try:
+        return resolve_reward(entry.reward).scope == "group"
+    except ValueError:  # an unknown reward, reported elsewhere
+        return False
+
+
+def single_clip_problem(entry: RewardEntry) -> str | None:
+    """Return why a reward cannot score a clip by its prompt's text alone, or None if it can."""
+    if compares_clips(entry):
+        return f"{entry.name} compares the clips of a prompt in rollouts, and here each prompt has one; use another"
+    columns = columns_taken(entry)
+    if columns.required:
+        names = ", ".join(columns.required)
+        return (
+            f"{entry.name} requires {names} of each prompt, which only prompts of reward finetuning have; use another"
+        )
+    return None
+
+
 def image_use(entry: RewardEntry) -> ImageUse:
     """Return how a reward uses the images that clips start from. A server reports it only when it is contacted."""
     try:
@@ -158,20 +193,43 @@ def _class_problems(cls: type[Reward], name: str) -> Iterator[InputError]:
     """Yield reasons why a reward's class cannot be made, or its function cannot be called with clips and prompts."""
     if inspect.isabstract(cls):
         yield InputError(f"{name}: {cls.__name__} has no {', '.join(sorted(cls.__abstractmethods__))}", "required")
+    if cls.scope not in ("clip", "group"):
+        yield InputError(f"{name}: scope must be 'clip' or 'group', got {cls.scope!r}", "unknown")
+    if cls.differentiable and (cls.asynchronous or cls.scope == "group"):
+        trait = "async" if cls.asynchronous else "of scope 'group'"
+        yield InputError(
+            f"{name}: a reward that is {trait} has no gradient; remove differentiable = True", "unsupported"
+        )
     function = getattr(cls, "called", None)
-    if function is None:
-        return
-    if inspect.iscoroutinefunction(function):
-        yield InputError(f"{name}: is an async function; use one that returns scores, a tensor [B]", "unsupported")
+    if function is not None:
+        yield from _signature_problems(function, name, cls.columns, images=None)
+    else:
+        for method in ("score", "differentiate") if cls.differentiable else ("score",):
+            called = partial(getattr(cls, method), None)
+            yield from _signature_problems(called, f"{name}: {method}", cls.columns, images=cls.images, fps=8.0)
+
+
+def _signature_problems(
+    function: Callable[..., Any], name: str, columns: Columns, *, images: ImageUse | None, **keywords: float
+) -> Iterator[InputError]:
+    """Yield a problem if a function cannot be called with clips, prompts, keywords and columns.
+
+    `images` is the declared use of images, or None if the function's keyword decides.
+    """
     try:
         signature = inspect.signature(function)
     except ValueError:  # Python does not know the function's arguments
         return
-    keywords = {"images": None} if "images" in signature.parameters else {}
+    names = {"images"} if images != "none" and (images is not None or "images" in signature.parameters) else set()
+    names |= {"fps"} & signature.parameters.keys()
     try:
-        signature.bind("videos", "prompts", **keywords)
+        signature.bind("videos", "prompts", **{**dict.fromkeys([*names, *columns.required]), **keywords})
     except TypeError as error:
-        message = f"{name}: must take (videos, prompts), and optionally images by name: {error}"
+        rest = ", fps" if keywords else ""
+        message = (
+            f"{name} must take (videos, prompts{rest}), and optionally images and columns of the prompts by name: "
+            f"{error}"
+        )
         yield InputError(message, "mismatch")
 
 
@@ -188,14 +246,18 @@ def prompt_problem(entry: RewardEntry, prompt: str) -> str | None:
     return resolve_reward(entry.reward).prompt_problem(entry.options, prompt)
 
 
-def server_problem(entry: RewardEntry) -> ValueError | None:
-    """Return why a reward's server cannot score, or None if it can; contacts the server."""
+def server_problem(entry: RewardEntry, columns: Collection[str] = ()) -> ValueError | None:
+    """Return why a reward's server cannot score prompts with these columns, or None if it can; contacts the server."""
     try:
-        make_reward(entry.reward, {**entry.options, "retries": "0"})
+        reward = make_reward(entry.reward, {**entry.options, "retries": "0"})
     except ValueError as error:
         return error
     except (OSError, RuntimeError) as error:
         return InputError(str(error), "unavailable")
+    missing = [name for name in reward.columns.required if name not in columns]
+    if missing:
+        message = f"{entry.name} requires the column {missing[0]!r} of the prompts{nearest(missing[0], columns)}"
+        return InputError(message, "required")
     return None
 
 
@@ -345,23 +407,39 @@ def _import(address: str) -> Any:
         raise InputError(f"reward {address!r}: module {module} has no {attribute!r}", "unknown") from None
 
 
-def _from_function(function: Callable[..., Tensor]) -> type[Reward]:
+def _from_function(function: Callable[..., Any]) -> type[Reward]:
     from .base import Reward
+    from .calls import Columns, is_async
+
+    async def answer(*arguments: Any, **keywords: Any) -> Mapping[str, Any]:
+        return {"score": await function(*arguments, **keywords)}
 
     class FunctionReward(Reward):
         __doc__ = function.__doc__
         called = staticmethod(function)
         differentiable = getattr(function, "differentiable", False)
+        scope = getattr(function, "scope", "clip")
+        columns = Columns.from_function(function)
+        asynchronous = is_async(function)
         images = _image_use(function)
 
-        def score(
-            self, videos: Tensor, prompts: Sequence[str], *, fps: float, **images: Tensor | None
-        ) -> Mapping[str, Tensor]:
-            return {"score": function(videos, prompts, **images)}
+        def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float, **keywords: Any) -> Mapping[str, Any]:
+            keywords |= {"fps": fps} if takes_fps else {}
+            if self.asynchronous:
+                return answer(videos, prompts, **keywords)  # type: ignore[return-value]
+            return {"score": function(videos, prompts, **keywords)}
 
         differentiate = score
 
+    takes_fps = _takes(function, "fps") or FunctionReward.columns.takes_all
     return FunctionReward
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except ValueError:
+        return False
 
 
 def _image_use(function: Callable[..., Any]) -> ImageUse:
@@ -379,6 +457,7 @@ def _image_use(function: Callable[..., Any]) -> ImageUse:
 for _name, _address in {
     "brightness": "rewards.pixels:Brightness",
     "contrast": "rewards.pixels:Contrast",
+    "saturation": "rewards.pixels:Saturation",
     "color": "rewards.pixels:Color",
     "sharpness": "rewards.pixels:Sharpness",
     "compressibility": "rewards.pixels:Compressibility",

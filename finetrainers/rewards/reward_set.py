@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import av
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +23,7 @@ from finetrainers.utils.text import plural
 from finetrainers.utils.video import slug, write_mp4
 
 from .base import Head, Reward
+from .calls import start_calls, to_scores
 from .pixels import to_uint8
 from .registry import make_reward, select_head
 
@@ -38,7 +41,7 @@ class RewardError(ExpectedError, RuntimeError):
 
 @dataclass(frozen=True)
 class HeadScores:
-    """Scores of one entry: `[B]` fp64 on the CPU, NaN where it failed and is masked.
+    """Scores of one entry: `[B]` fp64 on the CPU, NaN where it failed and is masked, or has no score.
 
     Attributes:
         raw: as the reward returns it.
@@ -55,7 +58,7 @@ class Scores:
 
     Attributes:
         heads: by label, in the order of the entries; those not due in this rollout are absent.
-        failed: clips without a score of a reward with a weight, `[B]`; all False unless failures are masked.
+        failed: clips on which a reward with a weight failed, `[B]`, which is masked, or for which none has a score.
     """
 
     heads: Mapping[str, HeadScores]
@@ -118,6 +121,11 @@ class RewardSet:
         """Shares in the advantage, by label, in the order of the entries."""
         return {label: entry.weight for label, entry in self._entries.items()}
 
+    @property
+    def compares_clips(self) -> bool:
+        """Whether a reward compares the clips of a prompt, so that `score` needs all of them."""
+        return any(scorer.reward.scope == "group" for scorer in self._scorers)
+
     def due(self, rollout: int) -> list[str]:
         """Return labels of the entries that are scored in a rollout, counted from 0."""
         return [label for label, entry in self._entries.items() if rollout % entry.every == 0]
@@ -125,7 +133,7 @@ class RewardSet:
     @phase(REWARD)
     def score(
         self, videos: Tensor, prompts: Sequence[str], *, fps: float, rollout: int = 0, first_clip: int = 0,
-        images: Tensor | None = None,
+        images: Tensor | None = None, columns: Sequence[Mapping[str, Any]] = (), group: int = 1,
     ) -> Scores:  # fmt: skip
         """Score clips with every reward that is due.
 
@@ -136,26 +144,31 @@ class RewardSet:
             rollout: number of the rollout, counted from 0.
             first_clip: number of the first of these clips within the rollout, for messages and file names.
             images: that clips start from, `[B, 3, H, W]` in [0, 1], or None for text alone.
+            columns: further columns of each clip's prompt, the same for all prompts.
+            group: clips of a prompt. They follow each other, and numbers of clips are counted from that of a prompt.
 
         Raises:
             ValueError: the clips are not such a tensor, or the number of prompts differs.
             RewardError: a reward failed or returned a non-finite score, which is not masked; or it returned something
                 other than a score a clip, or changed the clips, or requires images and there are none.
         """
-        return self.compute(videos, prompts, fps=fps, rollout=rollout, first_clip=first_clip, images=images)
+        return self.compute(
+            videos, prompts, fps=fps, rollout=rollout, first_clip=first_clip, images=images, columns=columns,
+            group=group,
+        )  # fmt: skip
 
     def compute(
         self, videos: Tensor, prompts: Sequence[str], *, fps: float, rollout: int = 0, first_clip: int = 0,
-        images: Tensor | None = None,
+        images: Tensor | None = None, columns: Sequence[Mapping[str, Any]] = (), group: int = 1,
     ) -> Scores:  # fmt: skip
         """Score clips as `score` does, but outside of the main thread, where phases cannot be distinguished."""
         pixels = _checked_pixels(videos, prompts, fps, first_clip)
-        return self._score(_Clips(pixels, prompts, fps, rollout, first_clip, images))[0]
+        return self._score(_Clips(pixels, prompts, fps, rollout, first_clip, images, columns, group))[0]
 
     @phase(REWARD)
     def differentiate(
         self, videos: Tensor, prompts: Sequence[str], *, fps: float, rollout: int = 0, first_clip: int = 0,
-        images: Tensor | None = None,
+        images: Tensor | None = None, columns: Sequence[Mapping[str, Any]] = (), group: int = 1,
     ) -> tuple[Scores, Tensor]:  # fmt: skip
         """Return scores, and the weighted sum of normalized scores with its graph, `[B]` fp64 on the CPU.
 
@@ -163,13 +176,13 @@ class RewardSet:
 
         Args:
             videos: as in `score`, with a graph.
-            prompts, fps, rollout, first_clip, images: as in `score`.
+            prompts, fps, rollout, first_clip, images, columns, group: as in `score`.
 
         Raises:
             ValueError, RewardError: as in `score`.
         """
         pixels = _checked_pixels(videos, prompts, fps, first_clip)
-        return self._score(_Clips(pixels, prompts, fps, rollout, first_clip, images, graph=videos))
+        return self._score(_Clips(pixels, prompts, fps, rollout, first_clip, images, columns, group, graph=videos))
 
     def _score(self, clips: _Clips) -> tuple[Scores, Tensor]:
         """Return the scores of all rewards that are due, and their weighted sum.
@@ -180,54 +193,76 @@ class RewardSet:
         heads: dict[str, HeadScores] = {}
         total = torch.zeros(len(prompts), dtype=torch.float64)
         failed = torch.zeros(len(prompts), dtype=torch.bool)
-        for scorer in self._scorers:
-            heads_due = {label: head for label, head in scorer.heads.items() if label in due}
-            if not heads_due:
-                continue
-            weighted = any(self._entries[label].weight for label in heads_due)
-            scored_clips = clips if weighted else clips.without_graph()
-            parts = [self._batch(scorer, heads_due, part) for part in scored_clips.split(scorer.batch_size)]
-            for (label, (name, scale)), raw in zip(heads_due.items(), torch.cat(parts, dim=1), strict=True):
-                is_failed = ~raw.detach().isfinite()
+        absent = torch.ones(len(prompts), dtype=torch.bool)  # from all rewards with a weight
+        started = [self._start(scorer, clips, due) for scorer in self._scorers]  # async rewards work meanwhile
+        for batches in filter(None, started):
+            rows = torch.cat([self._finish(batches.scorer, batches.heads, *batch) for batch in batches], dim=2)
+            for (label, (name, scale)), raw, is_absent in zip(batches.heads.items(), rows[0], rows[1], strict=True):
+                without = is_absent.detach().bool()
+                is_failed = ~raw.detach().isfinite() & ~without
                 failed_rows = is_failed.nonzero().flatten().tolist()
                 if failed_rows:
                     first = clips.part(failed_rows[0], failed_rows[0] + 1)
                     if self.on_error == "raise":
-                        self._raise(scorer, f"returned {float(raw[failed_rows[0]].detach())} as {name!r} of", first)
+                        score = float(raw[failed_rows[0]].detach())
+                        self._raise(batches.scorer, f"returned {score} as {name!r} of", first)
                     logger.warning(
                         "reward %s: no score for %s of %d in rollout %d; first: %s",
                         label, plural(len(failed_rows), "clip"), len(raw), clips.rollout, first,
                     )  # fmt: skip
-                raw_scores = raw.detach().masked_fill(is_failed, math.nan)
+                raw_scores = raw.detach().masked_fill(is_failed | without, math.nan)
                 heads[label] = HeadScores(raw_scores, scale.normalize(raw_scores))
                 if self._entries[label].weight:
                     failed |= is_failed
-                    total = total + self._entries[label].weight * scale.normalize(raw)
+                    absent &= without
+                    total = total + (self._entries[label].weight * scale.normalize(raw)).masked_fill(without, 0.0)
+        if any(self._entries[label].weight for label in heads):
+            failed |= absent
         return Scores(heads={label: heads[label] for label in due}, failed=failed), total.masked_fill(failed, 0.0)
 
-    def _batch(self, scorer: _Scorer, heads_due: Mapping[str, tuple[str, Head]], clips: _Clips) -> Tensor:
-        """Return raw scores `[labels, b]` fp64 of some clips, NaN after a masked exception."""
-        try:
-            return scorer.ask(clips, [name for name, _ in heads_due.values()])
-        except RewardError:  # a mistake in the reward, whatever the clip, is not masked
-            raise
-        except Exception as error:
-            if len(clips) == 1 or isinstance(error, _NOT_OF_A_CLIP):
-                if self.on_error == "raise":
-                    self._raise(scorer, "failed on", clips, error)
-                logger.warning("reward %s failed on %s: %s", scorer.label, clips, _describe(error))
-                return torch.full((len(heads_due), len(clips)), math.nan, dtype=torch.float64)
-            # A clip's score does not depend on the others of its batch, so trying them one by one finds the failing
-            # clip.
-            logger.warning(
-                "reward %s failed on %s as a batch; scoring them one by one: %s", scorer.label, clips, _describe(error)
-            )
-        return torch.cat([self._batch(scorer, heads_due, clip) for clip in clips.split(1)], dim=1)
+    def _start(self, scorer: _Scorer, clips: _Clips, due: Sequence[str]) -> _Batches | None:
+        """Start scoring clips by a reward, or return None if none of its entries is due."""
+        heads = {label: head for label, head in scorer.heads.items() if label in due}
+        if not heads:
+            return None
+        weighted = any(self._entries[label].weight for label in heads)
+        parts = scorer.split(clips if weighted else clips.without_graph())
+        return _Batches(scorer, heads, parts, scorer.start(parts, [name for name, _ in heads.values()]))
+
+    def _finish(
+        self, scorer: _Scorer, heads: Mapping[str, tuple[str, Head]], clips: _Clips, outcome: Tensor | Exception
+    ) -> Tensor:
+        """Return raw scores of a batch, NaN after a masked exception, and marks of missing ones, `[2, heads, b]`."""
+        if isinstance(outcome, Tensor):
+            return outcome
+        if isinstance(outcome, RewardError) or not isinstance(outcome, Exception):
+            raise outcome  # a mistake in the reward, whatever the clip, is not masked
+        if len(clips) == 1 or scorer.reward.scope == "group" or isinstance(outcome, _NOT_OF_A_CLIP):
+            if self.on_error == "raise":
+                self._raise(scorer, "failed on", clips, outcome)
+            logger.warning("reward %s failed on %s: %s", scorer.label, clips, _describe(outcome))
+            scores = torch.full((2, len(heads), len(clips)), math.nan, dtype=torch.float64)
+            scores[1] = 0.0
+            return scores
+        # A clip's score does not depend on the others of its batch, so trying them one by one finds the failing clip.
+        logger.warning(
+            "reward %s failed on %s as a batch; scoring them one by one: %s", scorer.label, clips, _describe(outcome)
+        )
+        parts = clips.split(1)
+        outcomes = scorer.start(parts, [name for name, _ in heads.values()])
+        return torch.cat([self._finish(scorer, heads, *pair) for pair in zip(parts, outcomes, strict=True)], dim=2)
 
     def _raise(self, scorer: _Scorer, action: str, clips: _Clips, error: Exception | None = None) -> NoReturn:
-        """Raise an error about one clip, which is saved, or about a batch with an unknown failing clip."""
+        """Raise an error about one clip, which is saved, or about a batch with an unknown failing clip.
+
+        A clip is not blamed for a server that is gone, or a file that cannot be read.
+        """
+        if isinstance(error, OSError):
+            message = f"reward {scorer.label} failed in rollout {clips.rollout}, whatever the clip: {_describe(error)}"
+            raise RewardError(f"{message}. Clips of this rollout are lost; resume the run when it works") from error
         message = f"reward {scorer.label} {action} {clips}" + (f": {_describe(error)}" if error is not None else "")
-        note = clips.save(self.failures, scorer.label) if len(clips) == 1 and self.failures is not None else ""
+        is_found = len(clips) == 1 and not isinstance(error, _NOT_OF_A_CLIP)
+        note = clips.save(self.failures, scorer.label) if is_found and self.failures is not None else ""
         raise RewardError(message + note) from error
 
 
@@ -243,24 +278,55 @@ class _Scorer:
     batch_size: int
     heads: Mapping[str, tuple[str, Head]]
 
-    def ask(self, clips: _Clips, heads: Sequence[str]) -> Tensor:
-        """Return raw scores `[heads, b]` fp64, one for every clip, but perhaps not finite.
-
-        They have a graph if the clips have one.
+    def split(self, clips: _Clips) -> list[_Clips]:
+        """Return clips in batches; those of a prompt, all of them, for a reward that compares them.
 
         Raises:
-            RewardError: it returns something else, or changes the clips.
+            RewardError: the reward compares clips, and a prompt has one, or not all of them are there.
         """
-        pixels = clips.pixels if clips.graph is None else clips.graph
-        version = pixels._version
+        if self.reward.scope == "clip":
+            return clips.split(self.batch_size)
+        if clips.group == 1 or clips.first % clips.group or len(clips) % clips.group:
+            raise RewardError(
+                f"reward {self.label} compares all clips of a prompt, {clips.group} each; cannot score {clips}"
+            )
+        return clips.split(clips.group)
+
+    def start(self, parts: Sequence[_Clips], heads: Sequence[str]) -> Iterator[Any]:
+        """Return an iterator over the scores and marks of missing ones `[2, heads, b]` fp64 of each part, or its error.
+
+        Scores may not be finite, and have a graph if the clips have one. An error is a RewardError if the reward
+        returns something else, or changes the clips.
+        """
+        version = parts[0].tensor._version
+        outcomes = start_calls([partial(self._call, part) for part in parts], asynchronous=self.reward.asynchronous)
+
+        def read(part: _Clips, outputs: Any) -> Tensor | Exception:
+            try:
+                return outputs if isinstance(outputs, Exception) else self._read(part, outputs, heads, version)
+            except RewardError as error:
+                return error
+
+        return map(read, parts, outcomes)
+
+    def _call(self, clips: _Clips) -> Any:
+        """Return the reward's outputs, or an awaitable that returns them."""
+        images = self._images(clips, clips.tensor.device)
+        try:
+            columns = self.reward.columns.select(clips.columns)
+        except KeyError as error:
+            raise RewardError(f"reward {self.label} requires the column {error} of the prompts") from None
         with torch.set_grad_enabled(clips.graph is not None):
             compute = self.reward.score if clips.graph is None else self.reward.differentiate
-            outputs = compute(pixels, clips.prompts, fps=clips.fps, **self._images(clips, pixels.device))
-        if pixels._version != version:
+            return compute(clips.tensor, clips.prompts, fps=clips.fps, **images, **columns)
+
+    def _read(self, clips: _Clips, outputs: Any, heads: Sequence[str], version: int) -> Tensor:
+        if clips.tensor._version != version:
             raise RewardError(f"reward {self.label} changed the clips that it scored; it must change a copy")
-        rows = [self._row(outputs, head, len(clips)) for head in heads]
+        pairs = [self._row(outputs, head, len(clips)) for head in heads]
+        rows = [scores for scores, _ in pairs]
         fault_point("reward", rows)
-        return torch.stack(rows)
+        return torch.stack([torch.stack(rows), torch.stack([absent for _, absent in pairs]).double()])
 
     def _images(self, clips: _Clips, device: torch.device) -> dict[str, Tensor | None]:
         """Return the keyword with images for a reward, if it takes them."""
@@ -272,12 +338,17 @@ class _Scorer:
             )
         return {"images": None if clips.images is None else clips.images.to(device)}
 
-    def _row(self, outputs: object, head: str, count: int) -> Tensor:
-        scores = outputs.get(head) if isinstance(outputs, Mapping) else None
-        if isinstance(scores, Tensor) and scores.shape == (count,) and not scores.is_complex():
-            return scores.to("cpu", torch.float64)
+    def _row(self, outputs: object, head: str, count: int) -> tuple[Tensor, Tensor]:
+        values = outputs.get(head) if isinstance(outputs, Mapping) else None
+        scores = to_scores(values, count)
+        if scores is not None:
+            return scores
         if isinstance(outputs, Mapping) and head in outputs:
-            description = f"a tensor {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+            description = "a tensor" if isinstance(values, Tensor) else type(values).__name__
+            if isinstance(values, Tensor | np.ndarray):
+                description += f" {list(values.shape)}"
+            elif isinstance(values, list):
+                description += f" of {len(values)}"
             action = f"returned {description} as {head!r}"
         else:
             action = (
@@ -285,8 +356,22 @@ class _Scorer:
                 f"{(list(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__)}"
             )
         raise RewardError(
-            f"reward {self.label} {action} of {plural(count, 'clip')}; expected a tensor [{count}], one number per clip"
+            f"reward {self.label} {action} of {plural(count, 'clip')}; expected one number or None per clip, as a "
+            f"tensor [{count}], an array or a list"
         )
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """Batches of clips that a reward scores, each with its scores or the error."""
+
+    scorer: _Scorer
+    heads: Mapping[str, tuple[str, Head]]
+    parts: Sequence[_Clips]
+    outcomes: Iterator[Any]
+
+    def __iter__(self) -> Iterator[tuple[_Clips, Any]]:
+        return zip(self.parts, self.outcomes, strict=True)
 
 
 def _make_scorer(name: str, entries: Mapping[str, RewardEntry]) -> _Scorer:
@@ -317,7 +402,14 @@ class _Clips:
     rollout: int
     first: int
     images: Tensor | None = None
+    columns: Sequence[Mapping[str, Any]] = ()
+    group: int = 1
     graph: Tensor | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """The clips as rewards get them."""
+        return self.pixels if self.graph is None else self.graph
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -336,6 +428,7 @@ class _Clips:
             prompts=self.prompts[start:stop],
             first=self.first + start,
             images=None if self.images is None else self.images[start:stop],
+            columns=self.columns[start:stop],
             graph=graph,
         )
 

@@ -20,6 +20,7 @@ from finetrainers.utils.reading import parse_json
 from finetrainers.utils.text import printable
 
 from .base import Reward
+from .calls import Columns
 from .pixels import to_uint8
 from .server import TOKEN_VARIABLE, Description, Request
 
@@ -44,6 +45,7 @@ class ServedReward(Reward):
     """
 
     address: ClassVar[SplitResult]
+    columns = Columns(takes_all=True)
 
     @classmethod
     def at(cls, url: str) -> type[ServedReward]:
@@ -96,12 +98,13 @@ class ServedReward(Reward):
             message = f"{self._url} {problem}; use one: {', '.join(f'{self._url}#{head}' for head in heads)}"
             raise InputError(message, "unknown" if self.address.fragment else "required")
         self._max_bytes, self._max_clips, self.images = description.max_bytes, description.max_clips, description.images
+        self.scope, self.columns = description.scope, description.columns
         # Only the server knows them, not the class.
         self.heads = {"score": heads[self._head]}  # type: ignore[misc]
 
     def score(
-        self, videos: Tensor, prompts: Sequence[str], *, fps: float, images: Tensor | None = None
-    ) -> Mapping[str, Tensor]:
+        self, videos: Tensor, prompts: Sequence[str], *, fps: float, images: Tensor | None = None, **columns: Any
+    ) -> Mapping[str, Any]:
         """See `Reward.score`.
 
         Raises:
@@ -117,7 +120,7 @@ class ServedReward(Reward):
                 "too_large",
             )
         image_bytes = None if images is None else to_uint8(images)
-        body = Request(to_uint8(videos), tuple(prompts), fps, image_bytes).pack()
+        body = Request(to_uint8(videos), tuple(prompts), fps, image_bytes, columns).pack()
         if len(body) > self._max_bytes:
             raise InputError(
                 f"{self._url} takes at most {self._max_bytes} bytes at once, got {len(videos)} clips of {len(body)} "

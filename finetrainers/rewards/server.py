@@ -7,19 +7,23 @@ The protocol, version 1. Answers are JSON objects; a server in any language can 
 `GET /` describes the server:
 
     200 {"protocol": 1, "reward": NAME, "max_bytes": N, "max_clips": N, "heads": {HEAD: {"mean": 3.7, "std": 2.2}, ...},
-         "images": "none"}
+         "images": "none", "scope": "clip", "columns": {"required": [NAME, ...], "optional": [NAME, ...],
+         "takes_all": false}}
 
     `max_bytes` is the largest body it takes, and `max_clips`, which may be missing, the maximum number of clips;
     `(score - mean) / std` brings a head to a common scale. `images`, which may be missing, is the use of the images
-    that clips start from: `none`, `optional` or `required`.
+    that clips start from: `none`, `optional` or `required`. `scope`, which may be missing, is `group` for a reward that
+    compares the clips of a prompt: each request has all clips of one prompt. `columns`, which may be missing, are the
+    columns of prompts that it takes.
 
 `POST /score` scores clips. The body, with a `Content-Length`, is a safetensors file with one tensor, `videos`, uint8
 `[B, T, H, W, 3]`, and the metadata `prompts`, a JSON list of B strings, and `fps`, a number as text. If the server
-takes images and clips start from some, `images`, uint8 `[B, H, W, 3]`, is a second tensor:
+takes images and clips start from some, `images`, uint8 `[B, H, W, 3]`, is a second tensor. If it takes columns, the
+metadata `columns` is a JSON object of a list of B values for each:
 
     200 {HEAD: [B numbers], ...}
 
-    These are raw scores, `null` for a non-finite one. Equal requests have equal answers.
+    These are raw scores, `null` for a missing or non-finite one. Equal requests have equal answers.
 
 Errors are answered with `{"error": MESSAGE}` and one of these: 400 the body is not as above, 401 a missing or wrong
 token, 404 no such path, 408 the body came too slowly, 411 no length, 413 too large, 422 the reward refuses these clips
@@ -42,8 +46,9 @@ import socket
 import sys
 import traceback
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
@@ -57,7 +62,8 @@ from finetrainers.utils.failures import InputError
 from finetrainers.utils.reading import expect, parse_json, parse_json_object
 from finetrainers.utils.text import printable, shortened
 
-from .base import Head, ImageUse, Reward
+from .base import Head, ImageUse, Reward, Scope
+from .calls import Columns, start_calls, to_scores
 from .limits import FairQueue, TimedReader
 
 logger = logging.getLogger(__name__)
@@ -85,20 +91,25 @@ class Description(BaseModel):
     max_clips: int | None = None
     heads: dict[str, Head] = Field(min_length=1)
     images: ImageUse = "none"
+    scope: Scope = "clip"
+    columns: Columns = Columns()
 
 
 @dataclass(frozen=True)
 class Request:
-    """Clips `[B, T, H, W, 3]` uint8, their prompts and frame rate, and the images `[B, H, W, 3]` they start from."""
+    """Clips `[B, T, H, W, 3]` uint8, their prompts and frame rate, the images `[B, H, W, 3]` they start from, and the
+    columns of their prompts, each a list of B values."""
 
     videos: Tensor
     prompts: tuple[str, ...]
     fps: float
     images: Tensor | None = None
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def pack(self) -> bytes:
         """Return the body of the request."""
         metadata = {"prompts": json.dumps(self.prompts), "fps": repr(float(self.fps))}
+        metadata |= {"columns": json.dumps(self.columns)} if self.columns else {}
         tensors = {"videos": self.videos} if self.images is None else {"videos": self.videos, "images": self.images}
         return safetensors.torch.save({n: t.contiguous() for n, t in tensors.items()}, metadata=metadata)
 
@@ -132,11 +143,22 @@ class Request:
             raise ValueError(
                 f"images must be uint8 [B, H, W, 3], as the videos, got {images.dtype} {list(images.shape)}"
             )
-        return cls(videos, tuple(prompts), fps, images)
+        columns = _parse_json(metadata.get("columns", "{}"))
+        rows = list(columns.values()) if isinstance(columns, dict) else [None]
+        if not all(isinstance(row, list) and len(row) == len(videos) for row in rows):
+            raise ValueError(f"columns must be a JSON object of lists of {len(videos)} values")
+        return cls(videos, tuple(prompts), fps, images, columns)
+
+    def rows(self, rows: slice) -> Request:
+        """Return the request for some of the clips."""
+        columns = {name: values[rows] for name, values in self.columns.items()}
+        images = None if self.images is None else self.images[rows]
+        return Request(self.videos[rows], self.prompts[rows], self.fps, images, columns)
 
     def digest(self) -> str:
         """Return the hash of the request, the key of its cached answer."""
-        sha256 = hashlib.sha256(json.dumps([list(self.videos.shape), self.prompts, self.fps]).encode())
+        texts = [list(self.videos.shape), self.prompts, self.fps, self.columns]
+        sha256 = hashlib.sha256(json.dumps(texts).encode())
         sha256.update(self.videos.contiguous().numpy().data)
         if self.images is not None:
             sha256.update(self.images.contiguous().numpy().data)
@@ -182,8 +204,9 @@ class RewardServer(ThreadingHTTPServer):
         self.token = token
         self.places = FairQueue(_AT_ONCE)
         self.description = Description(
-            reward=name, max_bytes=max_bytes, max_clips=max_clips, heads=dict(reward.heads), images=reward.images
-        )
+            reward=name, max_bytes=max_bytes, max_clips=max_clips, heads=dict(reward.heads), images=reward.images,
+            scope=reward.scope, columns=reward.columns,
+        )  # fmt: skip
         self._reward = reward
         self._batch_size = batch_size or reward.batch_size
         self._turn = FairQueue(1)
@@ -256,7 +279,7 @@ class _Handler(BaseHTTPRequestHandler):
         except _RequestError as error:
             self.send_error(error.status, str(error))
         else:
-            self._answer(200, self.server.description.model_dump())
+            self._answer(200, self.server.description.model_dump(exclude={"columns": {"excluded"}}))
 
     def do_POST(self) -> None:
         client = self.client_address[0]
@@ -354,28 +377,34 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _score(reward: Reward, request: Request, *, batch_size: int) -> dict[str, list[float | None]]:
-    """Return raw scores of all heads, computed in batches."""
+    """Return raw scores of all heads, computed in batches; clips of a prompt that are compared are one batch."""
     scores_by_head: dict[str, list[float | None]] = {head: [] for head in reward.heads}
     if reward.images == "required" and request.images is None:
         raise InputError("this reward requires the images that clips start from", "required")
-    for part in _split_batches(request, batch_size):
-        prompts, images = part.prompts, None if part.images is None else part.images.movedim(-1, -3).float() / 255
-        keywords = {} if reward.images == "none" else {"images": images}
-        with torch.no_grad():
-            scores = reward.score(part.videos.movedim(-1, -3).float() / 255, prompts, fps=request.fps, **keywords)
+    missing = [name for name in reward.columns.required if name not in request.columns]
+    if missing:
+        raise InputError(f"this reward requires the column {missing[0]} of the prompts", "required")
+    count = len(request.prompts)
+    size = count if reward.scope == "group" else batch_size
+    parts = [request.rows(slice(start, start + size)) for start in range(0, count, size)]
+    outcomes = start_calls([partial(_call, reward, part) for part in parts], asynchronous=reward.asynchronous)
+    for part, outputs in zip(parts, outcomes, strict=True):
+        if isinstance(outputs, Exception):
+            raise outputs
         for head, values in scores_by_head.items():
-            if head not in scores or scores[head].shape != (len(prompts),):
-                raise RuntimeError(f"the reward returned no {head!r} of shape [{len(prompts)}]")
-            values += [value if math.isfinite(value) else None for value in scores[head].tolist()]
+            scores = to_scores(outputs.get(head) if isinstance(outputs, Mapping) else None, len(part.prompts))
+            if scores is None:
+                raise RuntimeError(f"the reward returned no {head!r} of shape [{len(part.prompts)}]")
+            values += [value if math.isfinite(value) else None for value in scores[0].tolist()]
     return scores_by_head
 
 
-def _split_batches(request: Request, size: int) -> list[Request]:
-    rows = [slice(i, i + size) for i in range(0, len(request.prompts), size)]
-    images = request.images
-    return [
-        Request(request.videos[r], request.prompts[r], request.fps, None if images is None else images[r]) for r in rows
-    ]
+@torch.no_grad()
+def _call(reward: Reward, part: Request) -> Any:
+    images = None if part.images is None else part.images.movedim(-1, -3).float() / 255
+    keywords: dict[str, Any] = {} if reward.images == "none" else {"images": images}
+    keywords |= {name: values for name, values in part.columns.items() if reward.columns.takes(name)}
+    return reward.score(part.videos.movedim(-1, -3).float() / 255, part.prompts, fps=part.fps, **keywords)
 
 
 def _parse_json(text: str) -> Any:

@@ -290,7 +290,8 @@ def describe_reward_hacking(event: Event) -> str:
     def change(before: str, now: str) -> str:
         return " -> ".join(f"{event[name]:.3g}" if is_number(event.get(name)) else "?" for name in (before, now))
 
-    metric = "KL" if event.get("judge") == "kl" else f"held-out reward {event.get('judge')}"
+    judge = str(event.get("judge"))
+    metric = "KL" if judge == "kl" else judge if judge.startswith("witness/") else f"held-out reward {judge}"
     trained = change("trained_before", "trained_now")
     return f"{metric} {change('before', 'now')} since step {event.get('best_step')}, trained reward {trained}"
 

@@ -21,7 +21,7 @@ from finetrainers.rewards.base import Reward
 from finetrainers.rewards.registry import gradient_problem, make_reward, resolve_reward, reward_names
 from finetrainers.rewards.reward_set import RewardError, RewardSet
 
-PIXELS = ["brightness", "color", "contrast", "motion", "sharpness", "smoothness", "steadiness"]
+PIXELS = ["brightness", "color", "contrast", "motion", "saturation", "sharpness", "smoothness", "steadiness"]
 NETWORKS = ["aesthetic", "clipscore", "hpsv2", "pickscore"]
 PROMPTS = ["a red ball", "a teal cube"]
 

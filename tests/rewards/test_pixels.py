@@ -18,6 +18,7 @@ from finetrainers.rewards.pixels import (
     Compressibility,
     Contrast,
     Incompressibility,
+    Saturation,
     Sharpness,
     color_in,
     luma,
@@ -45,7 +46,15 @@ def gain(clip: Tensor, factor: float) -> Tensor:
     return 0.5 + (clip - 0.5) * factor
 
 
-ALL = [Brightness(), Contrast(), Color(target="teal"), Sharpness(), Compressibility(), Incompressibility()]
+ALL = [
+    Brightness(),
+    Contrast(),
+    Saturation(),
+    Color(target="teal"),
+    Sharpness(),
+    Compressibility(),
+    Incompressibility(),
+]
 
 
 @pytest.mark.parametrize("reward", ALL, ids=lambda reward: type(reward).__name__)
@@ -92,6 +101,14 @@ def test_contrast_is_the_spread_of_a_frames_grey() -> None:
     half[..., :2] = 1
     assert value(Contrast(), half) == pytest.approx(0.5)
     assert value(Contrast(), torch.rand(2, 1, 1, 1).expand(2, 3, 4, 4)) == pytest.approx(0, abs=1e-6)
+
+
+def test_saturation_is_the_spread_of_a_pixels_channels() -> None:
+    (clip,) = clips(1)
+    frames = (clip.permute(0, 2, 3, 1).numpy() * 255).round()
+    assert value(Saturation(), clip) == pytest.approx(np.ptp(frames, axis=-1).mean() / 255, abs=1e-5)
+    assert value(Saturation(), clip[:, :1].expand(-1, 3, -1, -1)) == 0
+    assert value(Saturation(), gain(clip, 0.5)) == pytest.approx(value(Saturation(), clip) / 2)
 
 
 def test_color_is_the_distance_to_the_target() -> None:

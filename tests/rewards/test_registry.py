@@ -21,6 +21,7 @@ from finetrainers.rewards import registry
 from finetrainers.rewards.base import Head, Reward
 from finetrainers.rewards.registry import (
     absent_gpu,
+    columns_taken,
     make_reward,
     register_reward,
     resolve_reward,
@@ -177,7 +178,7 @@ def test_every_registered_name_is_a_reward(name: str) -> None:
 
 def test_the_names_are_as_documented() -> None:
     assert set(reward_names()) == {
-        "brightness", "contrast", "color", "sharpness", "compressibility", "incompressibility",
+        "brightness", "contrast", "saturation", "color", "sharpness", "compressibility", "incompressibility",
         "motion", "smoothness", "steadiness", "preferred_color", "preferred_color_shown",
         "clipscore", "pickscore", "hpsv2", "aesthetic", "hpsv3", "videoalign",
         "demo",
@@ -232,16 +233,31 @@ def test_taken_names_are_refused_and_the_same_function_replaces_itself() -> None
         register_reward("cell", red)
 
 
-async def later(videos: Tensor, prompts: Sequence[str]) -> Tensor:
-    return red(videos, prompts)
-
-
 def few(videos: Tensor) -> Tensor:
     return videos.mean((1, 2, 3, 4))
 
 
-def rated(videos: Tensor, prompts: Sequence[str], fps: float) -> Tensor:
-    return videos.mean((1, 2, 3, 4)) * fps
+def only(videos: Tensor, prompts: Sequence[str], answer: list[str], /) -> Tensor:
+    return videos.mean((1, 2, 3, 4))
+
+
+async def graded(videos: Tensor, prompts: Sequence[str]) -> Tensor:
+    return red(videos, prompts)
+
+
+graded.differentiable = True  # type: ignore[attr-defined]
+
+
+def ranked(videos: Tensor, prompts: Sequence[str]) -> Tensor:
+    return red(videos, prompts)
+
+
+ranked.scope = "prompt"  # type: ignore[attr-defined]
+
+
+class Hasty(Reward):
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:  # type: ignore[override]
+        return {"score": red(videos, prompts)}
 
 
 class Unfinished(Reward):
@@ -251,13 +267,48 @@ class Unfinished(Reward):
 @pytest.mark.parametrize(
     ("scorer", "kind"),
     [
-        (later, "unsupported"), (few, "mismatch"), (rated, "mismatch"), (Unfinished, "required"),
-        ("math:pi", "invalid"),
+        (graded, "unsupported"), (few, "mismatch"), (only, "mismatch"), (ranked, "unknown"), (Hasty, "mismatch"),
+        (Unfinished, "required"), ("math:pi", "invalid"),
     ],
 )  # fmt: skip
 def test_rewards_of_the_wrong_kind_are_refused_without_being_called(scorer: Any, kind: Kind) -> None:
     register_reward("odd", scorer)
     assert [error_kind(error) for error in reward_problems(RewardEntry(name="odd"))] == [kind]
+
+
+def rated(videos: Tensor, prompts: Sequence[str], fps: float, *, answer: list[str], hint: Any = None) -> Tensor:
+    return videos.mean((1, 2, 3, 4)) * fps
+
+
+def curious(clips: Tensor, texts: Sequence[str], **columns: Any) -> Tensor:
+    return clips.mean((1, 2, 3, 4))
+
+
+class Examiner(Reward):
+    async def score(  # type: ignore[override]
+        self, videos: Tensor, prompts: Sequence[str], *, fps: float, answer: list[str]
+    ) -> Mapping[str, Any]:
+        return {"score": [float(len(text)) for text in answer]}
+
+
+def test_keywords_of_a_reward_are_columns_of_the_prompts() -> None:
+    rows = [
+        {"answer": "two", "hint": "?", "clips": 1, "fps": 2},
+        {"answer": "three", "hint": None, "clips": 1, "fps": 2},
+    ]
+    expected = {rated: ["answer", "hint"], curious: ["answer", "hint"], red: [], Examiner: ["answer"]}
+    for scorer, names in expected.items():
+        register_reward(scorer.__name__.lower() + "_", scorer)
+        reward = RewardEntry(name=scorer.__name__.lower() + "_")
+        assert reward_problems(reward) == []
+        columns = columns_taken(reward)
+        assert list(columns.select(rows)) == names, scorer
+        assert columns.required == (() if scorer in (curious, red) else ("answer",))
+    assert columns.select(rows) == {"answer": ["two", "three"]}
+    with pytest.raises(KeyError):
+        columns.select([{"hint": 1}])
+    assert columns_taken(RewardEntry(name="http://localhost:1")).takes_all
+    assert columns_taken(RewardEntry(name="brightness")).select(rows) == {}
 
 
 def test_options_may_be_numbers_and_their_values_are_checked() -> None:

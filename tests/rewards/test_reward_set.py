@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import av
+import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter
@@ -289,9 +291,14 @@ def test_a_clip_that_cannot_be_saved_does_not_hide_the_error(tmp_path: Path) -> 
 def test_a_server_that_is_gone_is_not_asked_for_every_clip(tmp_path: Path) -> None:
     made = panel("two.mean", failures=tmp_path)
     CALLS.clear()
-    with pytest.raises(RewardError, match=r"two .*clips 0 to 3 .*rollout 0: ConnectionError: nobody"):
+    with pytest.raises(RewardError, match=r"two .*rollout 0.*: ConnectionError: nobody") as caught:
         made.score(clips(), words(c3="offline"), fps=8.0)
     assert CALLS == [("two", 4)]
+    with pytest.raises(RewardError) as single:
+        made.score(clips(1), ["offline"], fps=8.0)
+    for error in (caught, single):
+        assert "offline" not in str(error.value), "no clip is to blame"
+        assert "clip 0" not in str(error.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -342,7 +349,9 @@ def test_an_offline_server_masks_its_batch() -> None:
     [
         ({"score": torch.zeros(6, 1)}, "tensor [6, 1]"),
         ({"score": torch.tensor(1.0)}, "tensor []"),
-        ({"score": [0.0] * 6}, " list "),
+        ({"score": [0.0] * 5}, " list of 5 "),
+        ({"score": [0.0] * 5 + ["much"]}, " list of 6 "),
+        ({"score": np.zeros((6, 1))}, " ndarray [6, 1] "),
         ({"scores": torch.zeros(6)}, "['scores']"),
         (torch.zeros(6), " Tensor "),
         (None, " NoneType "),
@@ -364,6 +373,98 @@ def test_what_is_no_score_is_never_masked(
 def test_scores_of_any_real_type_are_numbers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Answers, "answer", {"score": torch.ones(6, dtype=dtype)})
     assert panel("answers").score(clips(), words(), fps=8.0).heads["answers"].raw.tolist() == [1.0] * 6
+
+
+@pytest.mark.parametrize(
+    "answer", [[1, 2.0, True, np.float32(4), torch.tensor([5.0]), 6], np.arange(1, 7), np.array([1, 2, 3, 4, 5, 6.0])]
+)
+def test_lists_and_arrays_are_scores(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Answers, "answer", {"score": answer})
+    raw = panel("answers").score(clips(), words(), fps=8.0).heads["answers"].raw.tolist()
+    assert raw == ([1, 2, 1, 4, 5, 6] if isinstance(answer, list) else [1, 2, 3, 4, 5, 6])
+
+
+def test_none_is_no_score_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Answers, "answer", {"score": [1.0, None, 3.0, None, 5.0, 6.0]})
+    alone = panel("answers", "brightness=0").score(clips(), words(), fps=8.0)
+    assert alone.failed.tolist() == [False, True, False, True, False, False], "nothing else scores them"
+    both = panel("answers", "brightness").score(clips(), words(), fps=8.0)
+    assert not both.failed.any()
+    assert both.heads["answers"].raw.isnan().nonzero().flatten().tolist() == [1, 3]
+
+
+class Ranks(Reward):
+    """Compares the clips of a prompt."""
+
+    scope = "group"
+
+    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Any]:
+        CALLS.append(("ranks", len(prompts)))
+        assert len(set(prompts)) == 1
+        if "explode" in prompts[0]:
+            raise ValueError("a tie")
+        return {"score": videos.mean((1, 2, 3, 4)).argsort().argsort()}
+
+
+def test_clips_of_a_prompt_are_compared_in_one_call() -> None:
+    register_reward("ranks", Ranks)
+    made = panel("ranks,batch_size=2", "brightness", on_error="mask")
+    assert made.compares_clips
+    prompts = [word for word in ("a", "explode", "c") for _ in range(3)]
+    CALLS.clear()
+    scores = made.score(clips(9), prompts, fps=8.0, first_clip=9, group=3)
+    assert CALLS == [("ranks", 3)] * 3, "a failed prompt is not tried clip by clip"
+    assert scores.failed.tolist() == [False] * 3 + [True] * 3 + [False] * 3
+    assert sorted(scores.heads["ranks"].raw[:3].tolist()) == [0, 1, 2]
+    for count, first, group in ((4, 0, 3), (3, 1, 3), (3, 0, 1)):
+        with pytest.raises(RewardError, match="ranks"):
+            made.score(clips(count), ["a"] * count, fps=8.0, first_clip=first, group=group)
+    assert not panel("brightness").compares_clips
+
+
+def test_columns_and_the_frame_rate_reach_functions() -> None:
+    def exact(
+        videos: Tensor, prompts: Sequence[str], *, fps: float, answer: list[int], hint: Any = None
+    ) -> list[float]:
+        assert hint is None
+        return [fps + number for number in answer]
+
+    register_reward("exact", exact)
+    rows = [{"answer": number, "other": "?"} for number in range(6)]
+    scores = panel("exact,batch_size=4", "brightness").score(clips(), words(), fps=8.0, columns=rows)
+    assert scores.heads["exact"].raw.tolist() == [8, 9, 10, 11, 12, 13]
+    with pytest.raises(RewardError, match=r"exact .*'answer'"):
+        panel("exact").score(clips(), words(), fps=8.0)
+
+
+def test_async_rewards_work_at_the_same_time() -> None:
+    """All batches of both wait for each other; one that fails is tried clip by clip, as always."""
+    met = asyncio.Event()
+    waiting: list[str] = []
+
+    async def meet(videos: Tensor, prompts: Sequence[str]) -> list[float | None]:
+        assert not torch.is_grad_enabled()
+        waiting.append("meet")
+        if len(waiting) >= 5:
+            met.set()
+        await asyncio.wait_for(met.wait(), 20)
+        if "explode" in prompts[-1]:
+            raise KeyError("boom")
+        return [None if "skip" in prompt else 1.0 for prompt in prompts]
+
+    class Met(Reward):
+        async def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Any]:  # type: ignore[override]
+            return {"score": await meet(videos, prompts)}
+
+    register_reward("meet", meet)
+    register_reward("met", Met)
+    made = panel("meet,batch_size=2", "met,batch_size=3", "brightness", on_error="mask")
+    scores = made.score(clips(), words(c1="skip", c5="explode"), fps=8.0)
+    for name in ("meet", "met"):
+        assert scores.heads[name].raw.isnan().tolist() == [False, True, False, False, False, True]
+    assert scores.failed.tolist() == [False] * 5 + [True]
+    with pytest.raises(RewardError, match=r"meet .*clip 5 .*boom"):
+        panel("meet").score(clips(), words(c5="explode"), fps=8.0)
 
 
 def test_a_reward_may_not_change_the_clips() -> None:

@@ -24,10 +24,11 @@ from torch import Tensor
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.rewards.base import Head, Reward
 from finetrainers.rewards.pixels import Brightness
-from finetrainers.rewards.registry import image_use, resolve_reward
+from finetrainers.rewards.registry import image_use, resolve_reward, server_problem
 from finetrainers.rewards.reward_set import RewardError, RewardSet
 from finetrainers.rewards.served import ServedReward
 from finetrainers.rewards.server import PORT, TOKEN_VARIABLE, Request, RewardServer
+from finetrainers.utils.failures import error_kind
 
 
 class Talkative(Reward):
@@ -159,6 +160,33 @@ def test_images_that_clips_start_from_reach_rewards_that_ask() -> None:
     assert [image_use(RewardEntry(name=name)) for name in (entry.reward, "brightness", "nobody")] == [
         "required", "none", "none"
     ]  # fmt: skip
+
+
+async def counted(videos: Tensor, prompts: Sequence[str], *, answer: list[int], hint: Any = None) -> list[float]:
+    """Compare the clips of a prompt: the answer, and how many clips there are."""
+    return [number + 0.25 * len(videos) for number in answer]
+
+
+counted.scope = "group"  # type: ignore[attr-defined]
+
+
+def test_columns_and_clips_of_a_prompt_reach_a_server() -> None:
+    """Whatever the size of batches at both ends, by a function that is async."""
+    videos, rows = clips(6), [{"answer": number, "other": [1]} for number in range(6)]
+    with serving(resolve_reward(f"{__name__}:counted")(), batch_size=2) as url:
+        panel = RewardSet([RewardEntry(name=url, batch_size=1)])
+        assert panel.compares_clips
+        scores = panel.score(videos, ["a"] * 3 + ["b"] * 3, fps=8, columns=rows, group=3).heads[url].raw
+        assert scores.tolist() == [0.75, 1.75, 2.75, 3.75, 4.75, 5.75]
+        assert error_kind(server_problem(RewardEntry(name=url), ["answers"])) == "required"
+        assert "'answers'" in str(server_problem(RewardEntry(name=url), ["answers"]))
+        assert server_problem(RewardEntry(name=url), ["answer"]) is None
+        with pytest.raises(RewardError, match="'answer'"):
+            panel.score(videos, ["a"] * 6, fps=8, group=3)
+        status, error = post(url, Request(*_bytes(videos)).pack())
+        assert (status, "answer" in error) == (422, True)
+        status, error = post(url, Request(*_bytes(videos), columns={"answer": [1]}).pack())
+        assert (status, "columns" in error) == (400, True)
 
 
 def _bytes(videos: Tensor) -> tuple[Tensor, tuple[str, ...], float]:
@@ -614,13 +642,16 @@ def test_the_server_describes_itself() -> None:
             "max_clips": 256,
             "heads": {"light": {"mean": 1.5, "std": 0.5}, "length": {"mean": 0.0, "std": 1.0}},
             "images": "none",
+            "scope": "clip",
+            "columns": {"required": [], "optional": [], "takes_all": False},
         }
 
 
 def test_requests_survive_packing() -> None:
     videos = torch.randint(256, (2, 3, 4, 5, 3), dtype=torch.uint8)
-    sent = Request(videos, ("a", 'b "\u00fc"'), 23.976)
+    sent = Request(videos, ("a", 'b "\u00fc"'), 23.976, columns={"answer": ["\u00fc", None]})
     received = Request.unpack(sent.pack())
+    assert received.columns == sent.columns
     assert received.videos.equal(videos)
     assert (received.prompts, received.fps) == (sent.prompts, sent.fps)
     assert received.digest() == sent.digest()

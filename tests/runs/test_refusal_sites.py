@@ -87,12 +87,12 @@ AFTER = {
         methods/dpo/pairs.py: PairFetch.__call__
         methods/grpo/advantage.py: _values
         methods/grpo/prompts/images.py: ImageConditioning.network_inputs
-        methods/grpo/no_replay/no_replay.py: gradient_advice
+        methods/grpo/no_replay/no_replay.py: RolloutGradients.scored, gradient_advice
         methods/grpo/prompts/prompt_embeddings.py: _write
         methods/grpo/prompts/source.py: PromptSource._require
         methods/refl.py: RewardGradients._adjoint
         rewards/pixels.py: to_uint8
-        rewards/reward_set.py: RewardSet._raise, _Scorer._row, _Scorer.ask, _checked_pixels 5
+        rewards/reward_set.py: RewardSet._raise 2, _Scorer._read, _Scorer._row, _checked_pixels 5
     """,
     "The values of weights and of other large files, which are read when they are loaded.": """
         training/checkpoints/restore.py: _restore_optimizer
@@ -128,7 +128,7 @@ AFTER = {
         training/sampling.py: prompt_request
         memory/casting.py: enable_layerwise_upcasting
         memory/checkpointing.py: set_activation_memory
-        methods/grpo/advantage.py: best_of_n, compute_advantages
+        methods/grpo/advantage.py: best_of_n, compute_advantages 2
         methods/grpo/rollout/collect.py: RolloutCollector._jobs_by_rank
         methods/grpo/prompts/prompts.py: PromptOrder.__init__
         methods/grpo/rollout_method.py: RolloutMethod.steps
@@ -141,10 +141,11 @@ AFTER = {
         models/split/sequence_dropout.py: split_dropout 2
         models/spec.py: ModelSpec.given_text, ModelSpec.pipeline, ModelSpec.pipeline_call 2
         optim/ema.py: EMA.__init__
+        rewards/calls.py: Columns.select
         rewards/frames.py: spread_indices
         rewards/movement.py: _frames
         rewards/pixels.py: Sharpness.clip
-        rewards/reward_set.py: _Scorer._images
+        rewards/reward_set.py: _Scorer._call, _Scorer._images, _Scorer.split
         rewards/videoalign_input.py: fitting_size, frame_indices
         rewards/weights.py: torch_device
     """,
@@ -260,7 +261,7 @@ def configurations(folder: Path) -> Iterator[dict[str, Any]]:
     yield {"init_from": str(folder)}
     for path in ("finished/checkpoints/step-1", "finished/pytorch_lora_weights.safetensors"):
         yield {"init_from": str(folder / path)}
-    for checkpoint in ("latest", "7"):
+    for checkpoint in ("latest", "9"):
         yield {"resume_from_checkpoint": checkpoint, "output_dir": str(folder / "finished")}
 
 

@@ -339,6 +339,27 @@ def test_what_is_missing_is_said_at_once(options: Callable[..., dict[str, Any]],
     assert "num_generations" in said
 
 
+def needs_answer(videos: torch.Tensor, prompts: list[str], *, answer: list[str]) -> None: ...
+
+
+def test_columns_that_a_reward_requires_are_checked(
+    options: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a model is loaded; the others are named, and what watches for reward hacking."""
+    file = tmp_path / "p.csv"
+    file.write_text("prompt,answers,id\na cat,two,1\n")
+    rewards = [f"{__name__}:needs_answer", "brightness"]
+    values = options(prompts=str(file), reward=rewards, prompts_per_step=2)
+    with refused_options(("--reward", "required")) as caught:
+        train(load_config(**values))
+    assert all(text in str(caught.value) for text in ("'answer'", "'answers'", "p.csv line 2"))
+    file.write_text("prompt,answer,id\na cat,two,1\n")
+    train(load_config(**values, dry_run=True))
+    printed = capsys.readouterr().out
+    assert re.search(r"p\.csv: .* id\b", printed)
+    assert all(text in printed for text in ("saturation", "--eval_prompts", "--eval_reward"))
+
+
 def test_prompts_that_come_once_cannot_be_skipped(options: Callable[..., dict[str, Any]]) -> None:
     with pytest.raises(ConfigError, match=r"--selective_rollouts: .* 2 rollouts of 1 prompt .* 3 "):
         train(load_config(**options(selective_rollouts=0.5, prompts_per_step=1)))

@@ -19,6 +19,9 @@ Several rewards k with weights w_k are combined in one of four ways:
     weighted     r = sum_k w_k r_k, and A from r                       Flow-GRPO, DiffusionNFT, Flash-GRPO
     gdpo         a = sum_k w_k A_k,  A = a / (std_R(a) + eps)          GDPO (arXiv:2601.05242), Flow-Factory's default
 
+A clip without a score of a reward k has A_k = 0 and no share in its means and deviations. In `weighted`, r is the sum
+over the scores that the clip has.
+
 GDPO also subtracts the rollout's mean of a, which is zero already, because every group's is.
 """
 
@@ -70,14 +73,14 @@ def compute_advantages(
 
     Args:
         scores: scores by reward, `[P, G]` (prompts, generations), on a common scale if weights are to be meaningful in
-            `weighted`.
+            `weighted`; NaN for a clip that the reward does not score.
         weights: weights by reward; a reward of weight 0 takes no part, and its scores are only used for `group_std`.
         failed: boolean mask of clips without a score, shaped like the scores. They have no share in any mean or
             deviation.
         section: the options `advantage`, `advantage_*` and `reward_combination`.
 
     Raises:
-        ValueError: a score is not finite although its clip did not fail, or no reward has a weight.
+        ValueError: a score of a clip that did not fail is infinite, or it has none, or no reward has a weight.
     """
     members = _members(failed)
     table = {name: _values(name, raw, failed, counts=weights[name] != 0) for name, raw in scores.items()}
@@ -88,6 +91,10 @@ def compute_advantages(
             "a weight other than 0 must be scored in every rollout (every=1)",
             "required",
         )
+    for group in members:
+        lacking = [i for i in group if all(math.isnan(values[i]) for values in weighted.values())]
+        if lacking:
+            raise ValueError(f"clip {lacking[0]} did not fail and has no score")
     terms = _terms(weighted, weights, members, section)
     result = terms[0] if len(terms) == 1 else [math.fsum(row) for row in zip(*terms, strict=True)]
     return Advantages(
@@ -163,8 +170,9 @@ def _normalize(scores: Sequence[float], members: Sequence[Sequence[int]], sectio
     """Return scores relative to their group; 0 outside all groups, and exactly 0 in a group of equal scores."""
     result = [0.0] * len(scores)
     mode, correction = section.advantage, section.advantage_correction
-    _, overall = _moments([scores[i] for group in members for i in group], correction)
-    for group in members:
+    _, overall = _moments([scores[i] for group in members for i in group if not math.isnan(scores[i])], correction)
+    for all_clips in members:
+        group = [i for i in all_clips if not math.isnan(scores[i])]
         values = [scores[i] for i in group]
         # Equal scores less their mean are not exactly 0, and dividing by eps makes the rounding error an advantage.
         if not values or min(values) == max(values):
@@ -194,9 +202,12 @@ def _spreads(values: Sequence[float], members: Sequence[Sequence[int]]) -> Tenso
 
 
 def _sum(terms: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:
-    """Return the weighted sum, clip by clip; NaN of failed clips stays."""
-    return [math.fsum(weights[name] * value for name, value in zip(terms, row, strict=True))
-            for row in zip(*terms.values(), strict=True)]  # fmt: skip
+    """Return the weighted sum of the scores of each clip; NaN if it has none."""
+    sums = []
+    for row in zip(*terms.values(), strict=True):
+        values = [weights[name] * value for name, value in zip(terms, row, strict=True) if not math.isnan(value)]
+        sums.append(math.fsum(values) if values else math.nan)
+    return sums
 
 
 def _clip(values: Sequence[float], limit: float) -> list[float]:
@@ -210,12 +221,12 @@ def _members(failed: Tensor) -> list[list[int]]:
 
 
 def _values(name: str, scores: Tensor, failed: Tensor, *, counts: bool) -> list[float]:
-    """Return scores as a list, with NaN for failed clips, whatever their score; others must be finite if they count."""
+    """Return scores as a list, with NaN for failed clips, whatever their score; others must not be infinite."""
     values = scores.double().masked_fill(failed, math.nan).flatten()
-    wrong = (~(values.isfinite() | failed.flatten())).nonzero().flatten().tolist() if counts else []
+    wrong = values.isinf().nonzero().flatten().tolist() if counts else []
     if wrong:
         examples = ", ".join(f"{i} ({values[i]})" for i in wrong[:_SHOWN])
         raise ValueError(
-            f"scores of {name!r} are not finite for {plural(len(wrong), 'clip')} that did not fail: {examples}"
+            f"scores of {name!r} are infinite for {plural(len(wrong), 'clip')} that did not fail: {examples}"
         )
     return values.tolist()

@@ -24,7 +24,7 @@ from finetrainers.utils.text import plural
 
 from .no_replay.gradient_plan import computes_grads_in_rollout, passes, sampled_clips, waiting_memory
 from .option_rules import CLIP_OPTIONS, check_noiseless, check_policy_gradients, check_rollouts
-from .prompts.plan import PromptPlan, image_problems, plan_prompts
+from .prompts.plan import PromptPlan, column_problems, image_problems, plan_prompts
 from .prompts.prompts import empty_beside, overwritten_embeddings
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class RewardFinetuning(MethodSpec):
         if folder is not None and (problem := overwritten_embeddings(folder, plan.prompts)) is not None:
             yield Problem("--prompt_embeddings_dir", problem, "occupied")
         yield from image_problems(plan, facts)
+        yield from column_problems(plan, config)
         if config.grpo.reward_on_error == "raise":
             yield from _scoring_problems(plan, config)
         if not plan.images:
@@ -126,6 +127,7 @@ class RewardFinetuning(MethodSpec):
         if (copies := self.weight_copies(config)) and not parallel.weights_are_whole:
             message = f"{copies[0]} is swapped in as unsharded weights, and this strategy shards them; use DDP"
             yield Problem(f"--method {config.training.method}", message, "unsupported")
+        yield from _divided_groups(config, parallel)
 
     def text_writer(
         self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Any
@@ -207,7 +209,7 @@ class RewardFinetuning(MethodSpec):
     def problems(self, config: TrainConfig) -> list[Problem]:
         from finetrainers.rewards.registry import takes_device
 
-        problems, device = super().problems(config), config.grpo.reward_device
+        problems, device = [*super().problems(config), *_group_problems(config)], config.grpo.reward_device
         if device is None:
             return problems
         if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
@@ -309,3 +311,42 @@ def _scoring_problems(plan: PromptPlan, config: TrainConfig) -> Iterator[Problem
                 if (problem := prompt_problem(entry, prompt.text)) is not None:
                     yield Problem(f"--{option}", f"{entry.name}: {prompt.where}: {problem}", "unsupported")
                     break
+
+
+def _group_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Yield where a reward that compares the clips of a prompt cannot get all of them."""
+    from finetrainers.rewards.registry import compares_clips
+
+    section, batch = config.grpo, config.dataloader.batch_size
+    names = [entry.name for entry in section.reward if compares_clips(entry)]
+    if not names:
+        return
+    compares = f"{names[0]} compares the clips of a prompt"
+    if section.num_generations == 1:
+        yield Problem("--reward", f"{compares}, and --num_generations 1 samples one; use 2 or more", "conflict")
+    if config.validation.eval_prompts is not None and not config.validation.eval_reward:
+        message = f"{compares}, and evaluations sample one clip of each; set --eval_reward to another reward"
+        yield Problem("--eval_prompts", message, "conflict")
+    if computes_grads_in_rollout(config) and batch % section.num_generations:
+        message = f"{compares}, so that batches must have all of them: use a multiple of --num_generations, or replay"
+        yield Problem("--batch_size", f"{batch}: {message}", "conflict")
+
+
+def _divided_groups(config: TrainConfig, parallel: Any) -> Iterator[Problem]:
+    """Yield where processes divide the clips of a prompt, which a reward compares."""
+    from finetrainers.rewards.registry import compares_clips
+
+    section, batch = config.grpo, config.dataloader.batch_size
+    name = next((entry.name for entry in section.reward if compares_clips(entry)), None)
+    if name is not None and section.prompts_per_step % parallel.data_size:
+        message = (
+            f"{section.prompts_per_step}: {name} compares the clips of a prompt, which one process must have; use a "
+            f"multiple of {parallel.data_size} processes"
+        )
+        yield Problem("--prompts_per_step", message, "conflict")
+    elif name is not None and parallel.sharing > 1 and batch % section.num_generations:
+        message = (
+            f"{batch}: {name} compares the clips of a prompt; with --sp_size, a batch must have all of them: use a "
+            f"multiple of --num_generations {section.num_generations}"
+        )
+        yield Problem("--batch_size", message, "conflict")

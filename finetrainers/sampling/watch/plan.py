@@ -28,7 +28,12 @@ from finetrainers.config.watch import (
 )
 from finetrainers.models.files.hub import ask
 from finetrainers.plan.preflight import check_tracker, resolve_family
-from finetrainers.rewards.registry import missing_repositories, reward_problems, unavailable_weights_problem
+from finetrainers.rewards.registry import (
+    missing_repositories,
+    reward_problems,
+    single_clip_problem,
+    unavailable_weights_problem,
+)
 from finetrainers.rundir.identity import Identity, are_different, read_identity, read_identity_file
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.failures import InputError
@@ -167,7 +172,10 @@ def _rewards(
     """Return the requested rewards, or else those of the run, and the label of the reward that selects the best."""
     entries = list(options.reward) or evaluation_rewards(config)
     for entry in entries:
-        findings.errors += [Problem.from_error("--reward", error) for error in reward_problems(entry)]
+        problems = reward_problems(entry)
+        findings.errors += [Problem.from_error("--reward", error) for error in problems]
+        if not problems and (problem := single_clip_problem(entry)) is not None:
+            findings.error("reward", problem, "unsupported")
     label = options.best_by
     if label is not None:
         entries, label = _with_best(label, entries, output_dir, findings)

@@ -1,4 +1,4 @@
-"""Detect reward hacking: a held-out reward falls, or the KL grows for nothing, while the trained reward rises."""
+"""Detect reward hacking: a held-out reward or a witness falls, or the KL grows, while the trained reward rises."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from finetrainers.config.hacking import HackingRule
+from finetrainers.config.hacking import WITNESSES, HackingRule
 
 #: Name of this guard as the cause of a stop.
 HACKING_GUARD = "--hacking_guard"
@@ -16,6 +16,11 @@ _ERRORS = 2  # standard errors below its best level at which a held-out reward h
 _GAINED = 0.9  # share of the trained reward's gain beyond which a growing KL brings little
 _GROWTH = 2  # times the KL has grown since then
 _PREFIX, _ERROR = "eval_reward/", "eval_reward_error/"
+_WITNESS, _SPREAD = "witness/", "witness_std/"
+_PROMPTS = 16  # prompts of rollouts that a witness is averaged over, at least
+_WITNESS_ERRORS = 3  # standard errors that a witness has drifted
+_FALL, _RISE = math.log(2), math.log(4)  # that a witness, or the odds of a share, must exceed
+_TINY = 1e-6  # smallest value of a witness: a clip may be black, or stand still
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,8 @@ class RewardHacking:
     """Detected reward hacking.
 
     Attributes:
-        judge: the held-out reward, or `kl`.
-        best_step: the step to go back to.
+        judge: the held-out reward, `kl`, or the metric of a witness: `witness/NAME`.
+        best_step: the step to go back to; for a witness, the one before the rollouts that show the drift.
         before, now: the judge's value at that step, and at the last snapshot.
         trained_before, trained_now: of the trained reward.
     """
@@ -109,6 +114,76 @@ def detect_kl(snapshots: Sequence[Snapshot], patience: int) -> RewardHacking | N
     return RewardHacking("kl", then.step, then.kl, recent[-1].kl, then.trained, trained_now)
 
 
+@dataclass(frozen=True)
+class WitnessedRollout:
+    """A record of one or several rollouts.
+
+    Attributes:
+        step: of the record.
+        prompts: number of prompts.
+        trained: the weighted sum of the trained rewards.
+        scores: mean and standard deviation over prompts of each witness, by name.
+    """
+
+    step: int
+    prompts: int
+    trained: float
+    scores: Mapping[str, Sequence[float]]
+
+
+def detect_witness(
+    first: Sequence[WitnessedRollout], windows: Sequence[Sequence[WitnessedRollout]], name: str
+) -> RewardHacking | None:
+    """Return the hacking if a witness has drifted since the first rollouts while the trained reward has risen, or None.
+
+    With w the mean of the witness over all prompts of some rollouts, s its standard deviation over these n prompts, and
+    0 for the first rollouts, its logarithm has fallen by d = log w_0 - log w, with the standard error e:
+
+        d > log 2   and   d > 3 e,   e^2 = (s / w)^2 / n + (s_0 / w_0)^2 / n_0
+
+    For a share, its odds w / (1 - w) are compared, with the corresponding error; they may also have risen by d > log 4
+    and d > 3 e. All windows of rollouts must show the same, and the trained reward must be above that of the first
+    rollouts on average.
+    """
+    before = _pool(first, name)
+    if any(not math.isfinite(value) for value in before):
+        return None
+    drifts = [_drift(before, _pool(window, name), is_share=WITNESSES[name]) for window in windows]
+    if not all(drifts) or len(set(drifts)) > 1:
+        return None
+    trained, trained_now = (_mean([rollout.trained for rollout in group]) for group in (first, windows[-1]))
+    if not trained_now > trained:
+        return None
+    now, _ = _pool(windows[-1], name)
+    return RewardHacking(_WITNESS + name, windows[0][0].step - 1, before[0], now, trained, trained_now)
+
+
+def _pool(rollouts: Sequence[WitnessedRollout], name: str) -> tuple[float, float]:
+    """Return the mean of a witness over the prompts of rollouts, and its standard error; NaN if one lacks it."""
+    scores = [(rollout.prompts, *rollout.scores.get(name, (math.nan, math.nan))) for rollout in rollouts]
+    total = sum(count for count, _, _ in scores)
+    mean = math.fsum(count * value for count, value, _ in scores) / total
+    variance = math.fsum(count * (std**2 + (value - mean) ** 2) for count, value, std in scores) / (total - 1)
+    return mean, math.sqrt(variance / total)
+
+
+def _drift(before: tuple[float, float], now: tuple[float, float], *, is_share: bool) -> int:
+    """Return -1 for a fall, 1 for the rise of a share, or 0 for a change that is small or not significant."""
+
+    def transform(mean: float, error: float) -> tuple[float, float]:
+        if not is_share:
+            mean = max(mean, _TINY)
+            return math.log(mean), error / mean
+        mean = min(max(mean, _TINY), 1 - _TINY)
+        return math.log(mean / (1 - mean)), error / (mean * (1 - mean))
+
+    (then, then_error), (value, value_error) = transform(*before), transform(*now)
+    drift, error = value - then, _WITNESS_ERRORS * math.hypot(then_error, value_error)
+    if drift < -max(_FALL, error):
+        return -1
+    return int(is_share and drift > max(_RISE, error))
+
+
 def _mean(values: Sequence[float]) -> float:
     """Return the mean of the finite values; NaN if there are none."""
     finite = [value for value in values if math.isfinite(value)]
@@ -121,6 +196,8 @@ class HackingGuard:
     Attributes:
         rule: settings of the detection.
         snapshots: so far.
+        first: the first rollouts, which witnesses are compared with.
+        recent: the last rollouts, as many as are compared.
         is_found: whether the last snapshot has shown hacking.
         way_back: the checkpoint to resume from after hacking.
     """
@@ -128,9 +205,12 @@ class HackingGuard:
     def __init__(self, rule: HackingRule) -> None:
         self.rule = rule
         self.snapshots: list[Snapshot] = []
+        self.first: list[WitnessedRollout] = []
+        self.recent: list[WitnessedRollout] = []
         self.is_found = False
         self.way_back = "latest"
         self._step = -1  # of the last record of rollouts
+        self._rollout = -1.0  # of the last record with witnesses
         self._rewards: list[float] = []  # since the last snapshot
         self._kls: list[float] = []
 
@@ -140,19 +220,42 @@ class HackingGuard:
         return self.snapshots[-1].step if self.snapshots else -1
 
     def record(self, record: Mapping[str, Any]) -> bool:
-        """Take a record, unless it was taken before; return whether it has completed a snapshot."""
+        """Take a record, unless it was taken before; return whether there is something new to judge."""
         step, held_out, last = int(record["step"]), self._held_out(record), self.last
+        is_witnessed = False
         if "weighted_reward" in record and step > self._step:
             self._step = step
             self._rewards.append(record["weighted_reward"])
             self._kls.append(record.get("kl", math.nan))
+            is_witnessed = self._witness(record)
             if not self.rule.held_out and step // self.rule.every > max(last, 0) // self.rule.every:
                 self._add_snapshot(step, _mean(self._rewards))
                 return True
         if held_out and step > last:
             self._add_snapshot(step, record.get("eval_weighted_reward", _mean(self._rewards)), held_out)
             return True
-        return False
+        return is_witnessed
+
+    def _witness(self, record: Mapping[str, Any]) -> bool:
+        """Take the witnesses of a record that has new rollouts; return whether there are enough to compare."""
+        scores = {n: [record[_WITNESS + n], record[_SPREAD + n]] for n in self.rule.witnesses if _WITNESS + n in record}
+        if not scores or record.get("rollout") == self._rollout:
+            return False
+        self._rollout = record.get("rollout", -1.0)
+        prompts = self.rule.prompts * max(1, round(record.get("steps", 1) / self.rule.updates))
+        rollout = WitnessedRollout(int(record["step"]), prompts, record["weighted_reward"], scores)
+        if sum(earlier.prompts for earlier in self.first) < _PROMPTS:
+            self.first.append(rollout)
+            return False
+        self.recent.append(rollout)
+        self.recent = self.recent[-(-(-_PROMPTS // self.rule.prompts) + self.rule.patience - 1) :]
+        return bool(self._windows())
+
+    def _windows(self) -> list[list[WitnessedRollout]]:
+        """Return the last windows of rollouts, as many as must show hacking, or none if there are fewer."""
+        size = -(-_PROMPTS // self.rule.prompts)
+        windows = [self.recent[start : start + size] for start in range(len(self.recent) - size + 1)]
+        return windows if len(windows) == self.rule.patience else []
 
     def _held_out(self, record: Mapping[str, Any]) -> dict[str, list[float]]:
         pairs = {n: (record.get(_PREFIX + n), record.get(_ERROR + n)) for n in self.rule.held_out}
@@ -164,16 +267,23 @@ class HackingGuard:
 
     def detect(self) -> RewardHacking | None:
         """Return the hacking that the snapshots so far show, or None."""
-        patience = self.rule.patience
-        if not self.rule.held_out:
-            return detect_kl(self.snapshots, patience)
-        hackings = (detect_held_out(self.snapshots, label, patience) for label in self.rule.held_out)
+        patience, windows = self.rule.patience, self._windows()
+        if self.rule.held_out:
+            hackings = [detect_held_out(self.snapshots, label, patience) for label in self.rule.held_out]
+        else:
+            hackings = [detect_witness(self.first, windows, name) for name in self.rule.witnesses if windows]
+            hackings.append(detect_kl(self.snapshots, patience))
         return next((hacking for hacking in hackings if hacking is not None), None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the snapshots, and the values since the last one, as JSON values."""
         return {
             "looks": [{name: _json(value) for name, value in asdict(snapshot).items()} for snapshot in self.snapshots],
+            "witnessed": {
+                name: [{key: _json(value) for key, value in asdict(rollout).items()} for rollout in rollouts]
+                for name, rollouts in (("first", self.first), ("recent", self.recent))
+            },
+            "rollout": self._rollout,
             "step": self._step,
             "rewards": [_json(value) for value in self._rewards],
             "kls": [_json(value) for value in self._kls],
@@ -186,6 +296,14 @@ class HackingGuard:
             Snapshot(**{name: _number(value) for name, value in snapshot.items()})
             for snapshot in state.get("looks", ())
         ]
+        self.first, self.recent = (
+            [
+                WitnessedRollout(**{key: _number(value) for key, value in rollout.items()})
+                for rollout in state.get("witnessed", {}).get(name, ())
+            ]
+            for name in ("first", "recent")
+        )
+        self._rollout = state.get("rollout", -1.0)
         self._step = state.get("step", -1)
         self._rewards, self._kls = ([_number(value) for value in state.get(name, ())] for name in ("rewards", "kls"))
         self.is_found = state.get("is_found", False)
@@ -208,6 +326,16 @@ def hacking_text(hacking: RewardHacking, checkpoint: str | None) -> str:
             f"trained reward has hardly gained: {hacking.trained_before:.3g}, now {hacking.trained_now:.3g}"
         )
         remedy = "measure a reward that is not trained (--eval_reward)"
+    elif hacking.judge.startswith(_WITNESS):
+        name = hacking.judge.removeprefix(_WITNESS)
+        symptom = (
+            f"{name} of the rollouts has changed from {hacking.before:.3g} at the start to {hacking.now:.3g}, while "
+            f"the trained reward has risen from {hacking.trained_before:.3g} to {hacking.trained_now:.3g}"
+        )
+        remedy = (
+            "add a held-out reward (--eval_prompts, --eval_reward). If the trained reward should change "
+            f"{name}, set --hacking_guard off"
+        )
     else:
         symptom = (
             f"the held-out reward {hacking.judge} has fallen from {hacking.before:.3g} around step "

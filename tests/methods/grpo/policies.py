@@ -186,7 +186,7 @@ def make_parts(
     given = {
         "method": "grpo", "reward": ["policies:signed_brightness"], "rollout_size": "9x32x32", "prompts_per_step": 4,
         "num_generations": 8, "batch_size": 4, "sampling_steps": len(times), "window_range": [0.0, 0.8], "seed": 0,
-        "prompts": "p.txt", "train_steps": 400, "keep_rollouts_every": 0, **options,
+        "prompts": "p.txt", "train_steps": 400, "keep_rollouts_every": 0, "hacking_guard": "off", **options,
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value is not None}
     config = load_config(model_name="m", pretrained_model_name_or_path="repo", **given)

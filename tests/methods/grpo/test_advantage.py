@@ -284,12 +284,32 @@ def test_groups_that_failed_altogether_or_but_for_one(mode: str, combination: st
     assert nothing.failed.all()
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_score_that_is_not_finite_is_refused_unless_it_failed(value: float) -> None:
+def test_an_infinite_score_is_refused_unless_it_failed() -> None:
     scores = two_rewards()
-    scores["b"][1, 2] = value
-    with refused("invalid", "'b'", "1 clip", f"10 ({value})"):
+    scores["b"][1, 2] = math.inf
+    with refused("invalid", "'b'", "1 clip", "10 (inf)"):
         compute_advantages(scores, weights=WEIGHTS)
+    for name in ("a", "b"):
+        scores[name][1, 2] = math.nan
+    with refused("invalid", "clip 10 "):
+        compute_advantages(scores, weights=WEIGHTS)
+
+
+@pytest.mark.parametrize(("mode", "combination"), SETTINGS)
+def test_a_reward_that_does_not_score_a_prompt_has_no_say_in_it(mode: str, combination: str) -> None:
+    """The other reward decides; and of a clip that one reward does not score, the other's advantage is as before."""
+    scores = two_rewards(3, 5)
+    scores["b"][1] = math.nan
+    scores["b"][2, 3] = math.nan
+    result = compute_advantages(scores, weights=WEIGHTS, mode=mode, combination=combination)
+    assert result.values.isfinite().all()
+    assert not result.failed.any()
+    alone = compute_advantages({"a": scores["a"]}, weights=WEIGHTS, mode=mode, combination=combination)
+    if combination in ("sum", "separate"):
+        torch.testing.assert_close(result.values[1], alone.values[1])
+        torch.testing.assert_close(result.values[2, 3], alone.values[2, 3])
+    if mode != "global_std":
+        assert np.corrcoef(result.values[1], alone.values[1])[0, 1] == pytest.approx(1)
 
 
 @pytest.mark.parametrize(

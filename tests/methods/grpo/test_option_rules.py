@@ -298,6 +298,8 @@ HELD_OUT = {"eval_prompts": "e.txt", "eval_steps": 10}
     ],
 )
 def test_a_guard_against_hacking_needs_something_to_judge_by(options, flags):
+    """Where all witnesses are trained, there are none."""
+    options = {**options, "reward": ["brightness", "motion", "sharpness", "saturation"]}
     (error,) = [error for error in findings(**options, hacking_guard="stop").errors if error.where == "--hacking_guard"]
     assert error.kind == "required"
     assert error.message.startswith("stop ")
@@ -319,7 +321,9 @@ def test_a_guard_against_hacking_needs_something_to_judge_by(options, flags):
 )
 def test_what_hacking_is_judged_by(options, held_out, every):
     given = {**BASE, **options}
-    assert hacking_rule(load_config(**given)) == HackingRule("warn", held_out, 2, every)
+    watching = () if held_out else ("motion", "sharpness", "saturation")
+    updates = options.get("updates_per_rollout", 1)
+    assert hacking_rule(load_config(**given)) == HackingRule("warn", held_out, 2, every, watching, 4, updates)
     assert hacking_rule(load_config(**given, hacking_guard="stop")).action == "stop"
     assert hacking_rule(load_config(**given, hacking_guard="off")) is None
     assert [error for error in findings(**options, hacking_guard="warn").errors if "hacking" in str(error)] == []

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from finetrainers.cli.main import train_command
+from finetrainers.config.hacking import WITNESSES
 from finetrainers.draw.curves import marks_of
 from finetrainers.results.reports.sections import events_of
 from finetrainers.rundir.run_records import read_run
@@ -78,6 +79,9 @@ def test_a_hacked_run_is_stopped_and_can_go_on(
     (end,) = events(root, "stopped_by_guard")
     assert end["step"] == found["step"] < 12
     assert read_run(root).status == "stopped"
+    (record, *_) = [record for record in read_run(root).metrics if "weighted_reward" in record]
+    assert {name for name in record if name.startswith("witness/")} == {f"witness/{name}" for name in WITNESSES}
+    assert record["seconds/witness"] > 0
     shown = events_of(read_run(root))
     assert shown is not None
     assert any("opposites:down" in text and color == "bad" for _, _, text, color in shown.rows)
@@ -100,3 +104,21 @@ def test_a_run_on_reward_gradients_is_stopped(flags: dict[str, Any], tmp_path: P
     (found,) = events(tmp_path / "run", "reward_hacking")
     assert found["judge"] == "opposites:down"
     assert found["trained_now"] > found["trained_before"]
+
+
+@pytest.mark.rotating("refl-hacks-brightness")
+@pytest.mark.timeout(600)
+def test_brightness_is_hacked_and_witnesses_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command of docs/how-to/reward-gradients.md, without held-out prompts: all clips turn white."""
+    monkeypatch.chdir(Path(__file__).parents[3])
+    options = {
+        "method": "refl", "draft_k": 2, "model_name": "ltx_video", "pretrained_model_name_or_path": "demo://ltx",
+        "shift": 3, "prompts": "examples/demo_prompts.txt", "reward": "brightness", "rollout_size": "9x32x64",
+        "prompts_per_step": 8, "num_generations": 1, "batch_size": 8, "transformer_dtype": "fp32", "vae_dtype": "fp32",
+        "text_encoder_dtype": "fp32", "lr": 1e-3, "train_steps": 10, "output_dir": tmp_path / "run",
+    }  # fmt: skip
+    assert exit_code(options) == exit_codes.DONE
+    (hacking, *_) = events(tmp_path / "run", "reward_hacking")
+    assert hacking["judge"] in ("witness/motion", "witness/sharpness", "witness/saturation")
+    assert 5 <= hacking["step"] <= 10
+    assert hacking["trained_now"] > 0.9 > 0.7 > hacking["trained_before"]

@@ -124,3 +124,112 @@ def test_too_few_evaluations_show_nothing(count: int) -> None:
     for step in range(count):
         guard.record(evaluated(0.1 * step, 16 - 8 * step, step=step))
     assert detect_held_out(guard.snapshots, "shape", 2) is None
+
+
+# ---- witnesses -------------------------------------------------------------------------------------------------------
+
+#: Rollouts of 4 prompts of the demo model: GRPO that trains brightness, with the settings of `finetrainers demo reward
+#: color`, and that demonstration itself.
+WHITE = [
+    (0.509, 0.0243, 0.0064), (0.733, 0.0329, 0.0098), (0.540, 0.0352, 0.0073), (0.666, 0.0394, 0.0071),
+    (0.496, 0.0329, 0.0075), (0.742, 0.0339, 0.0130), (0.538, 0.0339, 0.0110), (0.552, 0.0469, 0.0081),
+    (0.867, 0.0310, 0.0100), (0.811, 0.0325, 0.0230), (0.864, 0.0370, 0.0110), (0.985, 0.0128, 0.0110),
+    (0.989, 0.0095, 0.0110), (1.000, 0.0000, 0.0000), (0.999, 0.0014, 0.0024), (1.000, 0.0000, 0.0000),
+    (1.000, 0.0001, 0.0003), (1.000, 0.0000, 0.0000),
+]  # fmt: skip
+COLORED = [
+    (0.683, 0.0243, 0.0064), (0.731, 0.0332, 0.0100), (0.697, 0.0377, 0.0064), (0.725, 0.0437, 0.0043),
+    (0.630, 0.0354, 0.0088), (0.658, 0.0368, 0.0100), (0.700, 0.0386, 0.0110), (0.810, 0.0418, 0.0095),
+    (0.741, 0.0391, 0.0100), (0.712, 0.0456, 0.0070), (0.655, 0.0346, 0.0019), (0.818, 0.0559, 0.0059),
+    (0.790, 0.0475, 0.0110), (0.729, 0.0445, 0.0077), (0.830, 0.0604, 0.0087), (0.767, 0.0475, 0.0057),
+    (0.846, 0.0500, 0.0098), (0.823, 0.0508, 0.0085), (0.843, 0.0636, 0.0110), (0.787, 0.0490, 0.0130),
+    (0.887, 0.0677, 0.0150), (0.906, 0.0778, 0.0140), (0.879, 0.0577, 0.0037), (0.911, 0.0706, 0.0130),
+    (0.842, 0.0723, 0.0092), (0.787, 0.0485, 0.0150), (0.883, 0.0727, 0.0120), (0.885, 0.0860, 0.0120),
+    (0.913, 0.0802, 0.0190), (0.794, 0.0612, 0.0240), (0.872, 0.0677, 0.0076), (0.930, 0.0737, 0.0055),
+]  # fmt: skip
+#: Rollouts of 8 prompts in which ReFL trains brightness, as in docs/how-to/reward-gradients.md: the trained reward, and
+#: mean and standard deviation over prompts of saturation.
+BRIGHTENED = [
+    (0.505, 0.053, 0.011), (0.625, 0.051, 0.013), (0.463, 0.054, 0.011), (0.661, 0.054, 0.016), (0.854, 0.042, 0.018),
+    (0.906, 0.038, 0.024), (0.983, 0.025, 0.008), (0.982, 0.020, 0.013), (1.000, 0.001, 0.002), (0.999, 0.001, 0.003),
+]  # fmt: skip
+
+
+def by_witness(
+    series: Sequence[tuple[float, float, float]], name: str = "saturation", *, prompts: int = 8, patience: int = 2
+) -> tuple[int, RewardHacking] | None:
+    """Return the first step at which hacking is detected, and the hacking."""
+    guard = HackingGuard(HackingRule("warn", (), patience, every=10, witnesses=(name,), prompts=prompts))
+    for number, (trained, mean, std) in enumerate(series):
+        witness = {f"witness/{name}": mean, f"witness_std/{name}": std}
+        record = {"step": number + 1, "rollout": float(number), "weighted_reward": trained, **witness}
+        is_new = guard.record(record)
+        assert not guard.record(record)
+        state = json.loads(json.dumps(guard.state_dict(), allow_nan=False))
+        guard = HackingGuard(guard.rule)
+        guard.load_state_dict(state)
+        if is_new and (hacking := guard.detect()) is not None:
+            return number + 1, hacking
+    return None
+
+
+def test_a_witness_sees_white_clips_and_not_colors_that_are_wanted() -> None:
+    detected = by_witness(WHITE, prompts=4)
+    assert detected is not None
+    assert (detected[0], detected[1].judge) == (16, "witness/saturation")
+    assert by_witness(COLORED, prompts=4) is None
+    assert by_witness(COLORED, prompts=4, patience=1) is None
+
+
+def test_a_witness_sees_that_clips_turn_white() -> None:
+    detected = by_witness(BRIGHTENED)
+    assert detected is not None
+    step, hacking = detected
+    assert (step, hacking.judge, hacking.best_step) == (9, "witness/saturation", 6)
+    assert (hacking.before, hacking.now) == pytest.approx((0.052, 0.0105))
+    assert hacking.trained_now > 0.98
+    later = by_witness(BRIGHTENED, patience=3)
+    assert later is not None
+    assert later[0] == 10
+    assert by_witness([(1 - trained, mean, std) for trained, mean, std in BRIGHTENED]) is None
+    noisy = [(trained, mean, 20 * std) for trained, mean, std in BRIGHTENED[:8]]
+    assert by_witness(noisy) is None, "prompts differ more than that"
+    few = [(trained, mean, std) for trained, mean, std in BRIGHTENED for _ in range(4)]
+    detected = by_witness(few, prompts=2)
+    assert detected is not None
+    assert 32 <= detected[0] <= 36, "windows have as many prompts, whatever a rollout has"
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "is_hacking"),
+    [
+        ("motion", 0.1, 0.04, True),
+        ("motion", 0.1, 0.06, False),
+        ("motion", 0.1, 10.0, False),
+        ("sharpness", 100.0, 0.0, True),
+        ("sharpness", 100.0, 900.0, False),
+        ("brightness", 0.5, 0.3, True),
+        ("brightness", 0.5, 0.78, False),
+        ("brightness", 0.5, 0.82, True),
+        ("saturation", 0.05, 0.1, False),
+        ("saturation", 0.05, 0.25, True),
+    ],
+)
+def test_only_large_changes_of_witnesses_are_hacking(name: str, before: float, after: float, is_hacking: bool) -> None:
+    series = [(0.1, before, before / 10)] * 4 + [(0.9, after, after / 100)] * 3
+    assert (by_witness(series, name) is not None) == is_hacking
+
+
+def test_a_rollout_of_several_steps_counts_once() -> None:
+    """Also where a record has the means of several rollouts, and where a witness was left out."""
+    rule = HackingRule("warn", (), 1, every=100, witnesses=("motion",), prompts=8, updates=2)
+    guard = HackingGuard(rule)
+    for step in range(1, 9):
+        record = {"step": step, "rollout": float((step - 1) // 2), "weighted_reward": 0.1 * step}
+        guard.record({**record, "witness/motion": 0.1 if step < 5 else 0.01, "witness_std/motion": 0.0})
+    assert [rollout.step for rollout in [*guard.first, *guard.recent]] == [1, 3, 5, 7]
+    assert guard.detect() is not None
+    assert not guard.record({"step": 9, "rollout": 4.0, "weighted_reward": 1.0})
+    means = {"step": 12, "rollout": 5.0, "steps": 4.0, "weighted_reward": 1.0}
+    guard.record({**means, "witness/motion": 0.1, "witness_std/motion": 0.0})
+    assert guard.recent[-1].prompts == 16

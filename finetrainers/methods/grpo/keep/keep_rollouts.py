@@ -21,6 +21,9 @@ from ..prompts.plan import image_record
 from ..prompts.prompts import RolloutSample
 
 _EVERY = 10  # every tenth rollout and the last one, by default
+_ROLLOUTS = 32  # most of these, but for the last one
+#: Bytes of the best and the worst clips of a rollout, where no further clips of it are requested.
+MAX_BYTES = 4 * 2**20
 _CLIPS = "clips.jsonl"
 
 
@@ -45,10 +48,10 @@ class RolloutKeeper:
         section = config.grpo
         interval, self.count = section.keep_rollouts_every, section.keep_rollouts
         self.folder = config.run.output_dir / "rollouts"
-        self.every = _EVERY if interval is None else interval
         self.updates = section.updates_per_rollout
-        steps = config.training.train_steps
-        self._last = (steps - 1) // self.updates if interval is None and steps else None
+        rollouts = -(-(config.training.train_steps or 0) // self.updates)
+        self.every = max(_EVERY, -(-rollouts // _ROLLOUTS)) if interval is None else interval
+        self._last = rollouts - 1
         self.same_noise = section.init_same_noise
         self.seed = config.training.seed
         self.parallel = parallel
@@ -120,7 +123,8 @@ class RolloutKeeper:
                 continue
             job, numbers = jobs[index], _numbers(place, scores, advantages)
             comment = _comment(job, kind, name, numbers, size)
-            write_mp4(folder / name, videos[index].numpy(), fps=self.fps, comment=comment)
+            limit = None if self.count else MAX_BYTES // len(names)  # pairs of requested clips are trained on
+            write_mp4(folder / name, videos[index].numpy(), fps=self.fps, comment=comment, max_bytes=limit)
             rows.setdefault(place, self._row(job, numbers, name))
         if self.parallel.rank == 0:
             overview = {

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from finetrainers.config.grpo import GRPOSection
 from finetrainers.rewards.reward_set import Scores
-from finetrainers.utils.failures import ExpectedError, is_out_of_memory
+from finetrainers.utils.failures import ExpectedError, InputError, is_out_of_memory
 
 from ..advantage import Advantages
 from ..prompts.prompts import RolloutSample
@@ -234,7 +234,15 @@ class RolloutGradients:
         return [gradient.float() for gradient in gradients if gradient is not None]
 
     def scored(self, scores: Scores) -> None:
-        """Take the scores of the batch that was sampled last."""
+        """Take the scores of the batch that was sampled last.
+
+        Raises:
+            ValueError: a clip lacks the score of a reward with a weight, and has not failed.
+        """
+        counted = [head.raw for name, head in scores.heads.items() if self._weights[name]]
+        if any((raw.isnan() & ~scores.failed).any() for raw in counted):
+            message = "a reward returned None for a clip, which is supported only with --rollout_gradients replay"
+            raise InputError(message, "unsupported")
         self._scores.append((self._next, scores))
         rows = self._advantage_scores(scores)
         for row, failed in enumerate(scores.failed.tolist()):

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
+from finetrainers.config.hacking import hacking_rule
 from finetrainers.config.root import TrainConfig, critical_options
 from finetrainers.data.buckets.clip import ConditioningImage, TextImageSource
+from finetrainers.rewards.registry import columns_taken
 from finetrainers.utils.files import write_text_atomic
-from finetrainers.utils.text import plural
+from finetrainers.utils.text import nearest, plural
 
-from .prompts import Prompt, read_prompts
+from .prompts import Prompt, PromptFile, read_prompts
 
 _SHOWN = 3  # prompts named in an error
 _HOW = "key `image` in a .jsonl or .csv file"
@@ -33,6 +36,7 @@ class PromptPlan:
         fps: frame rate at which rewards see the clips.
         guided: whether clips are sampled with guidance, which needs the empty prompt.
         empty: the encoded empty prompt, if it came with encoded prompts.
+        column_names: columns of the files, including those that no reward takes.
     """
 
     prompts: tuple[Prompt, ...]
@@ -45,6 +49,7 @@ class PromptPlan:
     notes: tuple[str, ...] = ()
     guided: bool = True
     empty: Prompt | None = None
+    column_names: tuple[str, ...] = ()
 
     noun = "prompt"
     fingerprint_of = "prompts"
@@ -182,9 +187,14 @@ def plan_prompts(config: TrainConfig, geometry: Geometry) -> PromptPlan | None:
     section = config.grpo
     if section.prompts is None or section.rollout_size is None:
         return None
-    train = read_prompts(section.prompts)
     held_out = config.validation.eval_prompts
+    train = read_prompts(section.prompts)
     eval_file = read_prompts(held_out) if held_out is not None else None
+    names = [name for file in (train, eval_file) if file is not None for name in file.prompts[0].columns]
+    train, unused = _with_used_columns(train, section.prompts, config)
+    if eval_file is not None and held_out is not None:
+        eval_file, eval_unused = _with_used_columns(eval_file, held_out, config)
+        unused += eval_unused
     return PromptPlan(
         prompts=train.prompts,
         eval_prompts=eval_file.prompts if eval_file else (),
@@ -193,7 +203,56 @@ def plan_prompts(config: TrainConfig, geometry: Geometry) -> PromptPlan | None:
         fps=section.reward_fps or geometry.fps,
         fingerprint=train.fingerprint,
         warnings=train.warnings + (eval_file.warnings if eval_file else ()),
-        notes=train.notes + (eval_file.notes if eval_file else ()),
+        notes=train.notes + (eval_file.notes if eval_file else ()) + unused + tuple(_note_witnesses(config)),
         guided=section.rollout_cfg != 1.0,
         empty=train.empty,
+        column_names=tuple(dict.fromkeys(names)),
     )
+
+
+def _with_used_columns(file: PromptFile, path: Path, config: TrainConfig) -> tuple[PromptFile, tuple[str, ...]]:
+    """Return the prompts with the columns that rewards take, and a note about the others.
+
+    The columns are part of the fingerprint: other ones change the scores.
+    """
+    if not file.prompts[0].columns:
+        return file, ()
+    accepted = [columns_taken(entry) for entry in (*config.grpo.reward, *config.validation.eval_reward)]
+    names = [name for name in file.prompts[0].columns if any(columns.takes(name) for columns in accepted)]
+    unused = sorted(file.prompts[0].columns.keys() - set(names))
+    prompts = tuple(replace(p, columns={name: p.columns[name] for name in names}) for p in file.prompts)
+    fingerprint = file.fingerprint
+    if names:
+        content = json.dumps([fingerprint, *(prompt.columns for prompt in prompts)], sort_keys=True)
+        fingerprint = hashlib.sha256(content.encode()).hexdigest()
+    note = (f"{path.name}: no reward takes the columns {', '.join(unused)}",) if unused else ()
+    return replace(file, prompts=prompts, fingerprint=fingerprint), note
+
+
+def column_problems(plan: PromptPlan, config: TrainConfig) -> Iterator[Problem]:
+    """Yield the columns that a reward requires and prompts lack."""
+    rewards, held_out = config.grpo.reward, config.validation.eval_reward
+    for option, entries, prompts in (
+        ("--reward", rewards, plan.prompts if held_out else (*plan.prompts, *plan.eval_prompts)),
+        ("--eval_reward", held_out, plan.eval_prompts),
+    ):
+        for entry, name in [(reward, name) for reward in entries for name in columns_taken(reward).required]:
+            places = [prompt.where for prompt in prompts if prompt.columns.get(name) is None]
+            if places:
+                names = set(plan.column_names) - {name}
+                more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
+                message = (
+                    f"{entry.name} requires {name!r} of each prompt, a column or key of the file"
+                    f"{nearest(name, names)}; without it: {', '.join(places[:_SHOWN])}{more}"
+                )
+                yield Problem(option, message, "required")
+
+
+def _note_witnesses(config: TrainConfig) -> Iterator[str]:
+    """Yield what watches for reward hacking in a run without held-out rewards, and how to add them."""
+    rule = hacking_rule(config)
+    if rule is not None and rule.witnesses:
+        yield (
+            f"reward hacking is detected by {', '.join(rule.witnesses)} of the rollouts' own clips; add a held-out "
+            "reward with --eval_prompts FILE and --eval_reward NAME"
+        )

@@ -7,7 +7,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,8 @@ class Prompt:
 
     `embedding` and `mask` are the files of a prompt that DanceGRPO's preprocessing has encoded: `[257, 4096]`, the
     pooled embedding in its first row, and the mask of the others. Either all prompts of a file have them or none.
-    `image` is the image that all clips of the prompt start from, and `last_image` the one that they end with.
+    `image` is the image that all clips of the prompt start from, and `last_image` the one that they end with. `columns`
+    are further columns of its file, for rewards: all prompts of a file have the same, with None for an empty one.
     """
 
     text: str
@@ -54,6 +55,7 @@ class Prompt:
     mask: Path | None = None
     image: Path | None = None
     last_image: Path | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def images(self) -> dict[str, Path]:
@@ -75,7 +77,7 @@ class PromptFile:
         prompts: in the order of the file, repeated ones included.
         fingerprint: hex digest that changes with any text, their order, and the names and sizes of embeddings and
             images.
-        notes: omitted lines and keys, with counts.
+        notes: omitted lines, with counts.
         warnings: messages for the user, with counts.
         empty: the encoded empty prompt, if it lies beside encoded prompts.
     """
@@ -96,6 +98,8 @@ def read_prompts(path: Path) -> PromptFile:
     `prompt_attention_mask`, the latter two naming files in the directories `prompt_embed/` and `prompt_attention_mask/`
     beside it.
 
+    Further keys or columns become the columns of a prompt.
+
     In all but `.txt`, `image` names the image that a prompt's clips start from, relative to the file's directory or to
     the current one, and `last_image` the one that they end with. Every image is decoded once, so that a damaged one is
     reported before anything is loaded.
@@ -109,7 +113,7 @@ def read_prompts(path: Path) -> PromptFile:
         raise DataError(f"prompt file {quoted(str(path))} must end in .txt, .jsonl, .csv or .json", kind="unsupported")
     problems: list[str] = []
     notes: list[str] = []
-    prompts = reader(path, _read(path), problems, notes)
+    prompts = _with_all_columns(reader(path, _read(path), problems, notes))
     problems += _image_problems(prompts)
     if problems:
         raise DataError(f"{path}: {plural(len(problems), 'problem')}", problems)
@@ -230,7 +234,7 @@ def _from_text(path: Path, content: str, problems: list[str], notes: list[str]) 
 
 
 def _from_json_lines(path: Path, content: str, problems: list[str], notes: list[str]) -> list[Prompt]:
-    prompts, unused = list[Prompt](), set[str]()
+    prompts = list[Prompt]()
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
@@ -243,13 +247,12 @@ def _from_json_lines(path: Path, content: str, problems: list[str], notes: list[
         if not isinstance(row, dict):
             problems.append(f'{where} is {_kind(row)}, not an object such as {{"prompt": "a cat"}}')
             continue
-        prompts += _from_row(row, where, path, problems, unused)
-    notes += _left_out(path, "keys", unused)
+        prompts += _from_row(row, where, path, problems)
     return prompts
 
 
 def _from_table(path: Path, content: str, problems: list[str], notes: list[str]) -> list[Prompt]:
-    prompts, unused = list[Prompt](), set[str]()
+    prompts = list[Prompt]()
     rows = csv.DictReader(content.splitlines(keepends=True), strict=True)
     try:
         for row in rows:
@@ -257,16 +260,13 @@ def _from_table(path: Path, content: str, problems: list[str], notes: list[str])
             if row.pop(None, None) is not None:  # type: ignore[call-overload]
                 problems.append(f"{where} has more cells than the heading; quote prompts that have commas")
                 continue
-            prompts += _from_row({name: cell or None for name, cell in row.items()}, where, path, problems, unused)
+            prompts += _from_row({name: cell or None for name, cell in row.items()}, where, path, problems)
     except csv.Error as error:
         problems.append(f"{path.name} line {rows.line_num} is not a row of a table: {error}")
-    notes += _left_out(path, "columns", unused)
     return prompts
 
 
-def _from_row(
-    row: Mapping[str, Any], where: str, path: Path, problems: list[str], unused: set[str]
-) -> Iterator[Prompt]:
+def _from_row(row: Mapping[str, Any], where: str, path: Path, problems: list[str]) -> Iterator[Prompt]:
     """Yield the prompt of an object or a row, or nothing after a problem."""
     keys = [key for key in TEXT_KEYS if key in row]
     if len(keys) != 1:
@@ -274,15 +274,23 @@ def _from_row(
         problem = f"has {'both ' if keys else ''}{' and '.join(names) or 'no keys'}"
         problems.append(f"{where} {problem}; expected one of {', '.join(TEXT_KEYS)}")
         return
-    unused |= set(row) - {*keys, *IMAGE_KEYS}
     text = _text(row[keys[0]], f"{where}: {keys[0]!r}", problems)
     image, last_image = (_image(row, key, where, path, problems) for key in IMAGE_KEYS)
     if text:
-        yield Prompt(text, where, image=image, last_image=last_image)
+        yield Prompt(text, where, image=image, last_image=last_image, columns=_columns(row, *keys))
 
 
-def _left_out(path: Path, item_name: str, unused: set[str]) -> list[str]:
-    return [f"{path.name}: left out the {item_name} {', '.join(sorted(unused))}"] if unused else []
+def _columns(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return the values of an object or a row that are neither the prompt, under these names, nor its images."""
+    return {name: value for name, value in row.items() if name not in (*names, *IMAGE_KEYS)}
+
+
+def _with_all_columns(prompts: list[Prompt]) -> list[Prompt]:
+    """Return the prompts, each with all columns of the file, in the order of their appearance."""
+    names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+    if not names:
+        return prompts
+    return [replace(prompt, columns={name: prompt.columns.get(name) for name in names}) for prompt in prompts]
 
 
 def _from_encoded(path: Path, content: str, problems: list[str], notes: list[str]) -> list[Prompt]:
@@ -293,7 +301,7 @@ def _from_encoded(path: Path, content: str, problems: list[str], notes: list[str
         raise DataError(message, kind="unreadable") from error
     if not isinstance(rows, list):
         raise DataError(f"{path} is {_kind(rows)}, not a list of objects with {', '.join(('caption', *ENCODED_KEYS))}")
-    prompts, unused = list[Prompt](), set[str]()
+    prompts = list[Prompt]()
     for number, row in enumerate(rows, start=1):
         where = f"{path.name} entry {number}"
         required = ("caption", *ENCODED_KEYS)
@@ -304,15 +312,13 @@ def _from_encoded(path: Path, content: str, problems: list[str], notes: list[str
                 "preprocessing; use a .txt or .jsonl file for plain prompts"
             )
             continue
-        unused |= set(row) - {*required, *IMAGE_KEYS}
         text = _text(row["caption"], f"{where}: 'caption'", problems)
         files = [path.parent / folder / row[key] for key, folder in ENCODED_KEYS.items()]
         absent = [str(file) for file in files if not file.is_file()]
         problems += [f"{where}: file not found: {file}" for file in absent]
         images = [_image(row, key, where, path, problems) for key in IMAGE_KEYS]
         if text and not absent:
-            prompts.append(Prompt(text, where, *files, *images))
-    notes += _left_out(path, "keys", unused)
+            prompts.append(replace(Prompt(text, where, *files, *images), columns=_columns(row, *required)))
     return prompts
 
 

@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from finetrainers.config.hacking import witnesses
 from finetrainers.methods.base import MethodParts
 from finetrainers.rewards.pixels import to_uint8
 from finetrainers.rewards.registry import on_device
 from finetrainers.rewards.reward_set import RewardSet, Scores
+from finetrainers.rewards.witnesses import Witnesses
 from finetrainers.utils.failures import InputError
 
 from ..advantage import Advantages, best_of_n, compute_advantages
@@ -61,6 +63,7 @@ class RolloutCollector:
         batch_size: clips sampled at once; training uses as many, so that both compute equal numbers.
         reward_fps: frame rate at which clips are scored; it does not change the clips.
         panel: the rewards that score clips.
+        witnesses: rewards that watch for reward hacking.
         shown: writes some clips for users to watch.
         learns: whether the rollout has the gradient.
         waits: gradients or graphs that then wait for advantages.
@@ -81,6 +84,9 @@ class RolloutCollector:
                 on_error=section.reward_on_error,
                 failures=config.run.output_dir / "failed_rewards",
             ),
+        )
+        self.witnesses = Witnesses(
+            witnesses(config), parts.parallel, group=section.num_generations, fps=self.reward_fps
         )
         overlaps = section.overlap_rewards and parts.parallel.device.type == "cuda"
         self._stream = torch.cuda.Stream(parts.parallel.device) if overlaps else None
@@ -120,7 +126,7 @@ class RolloutCollector:
         latents: list[Tensor] = []
         replays: list[Replay] = []
         videos: dict[int, Tensor] = {}  # by index on the host, of clips that this process may write
-        scoring = Scoring(self.panel, spent, overlap=self.section.overlap_rewards, stream=self._stream)
+        scoring = self._start_scoring(spent)
         error: Exception | None = None
         taking = self._take_gradients(jobs)
 
@@ -138,16 +144,12 @@ class RolloutCollector:
 
         # Gradients taken while sampling wait for the scores of their batch, on every process of a group.
         for first, clips in self.parallel.take_turns(sampled()) if taking is None else sampled():
-            prompts = [job.prompt for job in jobs[first : first + self.batch_size]]
-            texts = [prompt.text for prompt in prompts]
             number = self.parallel.data_rank * len(jobs) + first
             try:
                 if error is None:  # else only sample on: sharded ranks must call the network equally often
                     with timed(spent, "decode", device):
                         decoded = self.decode(clips)
-                    with timed(spent, "reward", device):
-                        about = {"fps": self.reward_fps, "images": self.source.reward_images(prompts)}
-                        scored = scoring.add(decoded, texts, rollout=rollout, first_clip=number, **about)
+                    scored = self._score(scoring, decoded, jobs[first : first + self.batch_size], number, spent)
                     self._train_scored(taking, scored, spent)
                     if self.parallel.owns_item(first // self.batch_size):
                         videos |= self._show(jobs, first, decoded)
@@ -160,10 +162,33 @@ class RolloutCollector:
         scores = Scores.in_order(self.parallel.gather_objects(batch_scores))
         compared = self.compare(scores)
         gradient = self._finish_gradients(taking, compared, spent)
-        stats = {"rollout": float(rollout), **self._stats(scores, compared, spent)}
+        stats = {"rollout": float(rollout), **self._stats(scores, compared, spent), **self.witnesses.stats()}
         stats |= self._count_skipped(rollout, compared)
         self._keep(jobs, videos, scores, compared, stats)
         return replace(self._select(jobs, latents, replays, compared, stats), gradient=gradient)
+
+    def _start_scoring(self, spent: dict[str, float]) -> Scoring:
+        section = self.section
+        group, overlap = section.num_generations, section.overlap_rewards
+        return Scoring(self.panel, spent, overlap=overlap, stream=self._stream, group=group)
+
+    def _score(
+        self, scoring: Scoring, videos: Tensor, jobs: Sequence[RolloutSample], number: int, spent: dict[str, float]
+    ) -> Scores | None:
+        """Score a batch of clips by the rewards and the witnesses; see `Scoring.add`.
+
+        `number` is that of the first clip within the rollout.
+        """
+        prompts, device = [job.prompt for job in jobs], self.parallel.device
+        with timed(spent, "reward", device):
+            scores = scoring.add(
+                videos, [prompt.text for prompt in prompts], fps=self.reward_fps, rollout=jobs[0].rollout,
+                first_clip=number, images=self.source.reward_images(prompts),
+                columns=[prompt.columns for prompt in prompts],
+            )  # fmt: skip
+        with timed(spent, "witness", device):
+            self.witnesses.add(videos, number)
+        return scores
 
     def _show(self, jobs: Sequence[RolloutSample], first: int, decoded: Tensor) -> dict[int, Tensor]:
         """Write a batch's clips, and return those that may be written when all are compared, by index."""
@@ -336,6 +361,8 @@ def score_stats(scores: Scores, weights: Mapping[str, float]) -> dict[str, float
         stats[f"reward_std/{name}"] = raw.std(correction=0).item()
         stats[f"reward_min/{name}"] = min(raw.tolist(), default=math.nan)
         stats[f"reward_max/{name}"] = max(raw.tolist(), default=math.nan)
+        if len(raw) < len(head.raw):
+            stats[f"no_score/{name}"] = float(len(head.raw) - len(raw))
     for name, head in scores.heads.items():
         stats[f"reward_normalized/{name}"] = head.normalized[head.normalized.isfinite()].mean().item()
     counted = {name: weight for name, weight in weights.items() if weight}

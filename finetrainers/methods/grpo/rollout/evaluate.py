@@ -59,7 +59,10 @@ class PromptEvaluation:
                     videos, fps = collector.decode(latents), collector.reward_fps
                     clips += zip(chosen, texts, videos, strict=True)
                     images = collector.source.reward_images([self.prompts[i] for i in chosen])
-                    scores = self.panel.score(videos, texts, fps=fps, first_clip=chosen[0], images=images)
+                    columns = [self.prompts[i].columns for i in chosen]
+                    scores = self.panel.score(
+                        videos, texts, fps=fps, first_clip=chosen[0], images=images, columns=columns
+                    )
                     batch_scores.append((chosen[0], scores))
             except Exception as caught:
                 error = caught

@@ -20,6 +20,8 @@ class Scoring:
     With `overlap`, one batch is in flight, and the next one waits for it, so that the clips of at most two are in
     memory. Scores do not change, since a clip's score depends on that clip alone. The last batch of a rollout is waited
     for: its scores decide the update, and the next rollout is sampled by the updated policy.
+
+    For a reward that compares the clips of a prompt, batches wait until they have all clips of their prompts.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class Scoring:
         *,
         overlap: bool,
         stream: torch.cuda.Stream | None = None,
+        group: int = 1,
     ) -> None:
         """Args:
         panel: the rewards.
@@ -36,7 +39,10 @@ class Scoring:
         overlap: whether to score in a thread.
         stream: stream of the thread, on the device of the process. Always the same one, since memory that a stream has
             used stays reserved for it.
+        group: clips of a prompt.
         """
+        self.group = group
+        self._waiting: list[tuple[Tensor, Sequence[str], dict[str, Any]]] = []  # batches without all clips of a prompt
         self.panel = panel
         self.spent = spent
         self.stream = stream
@@ -45,14 +51,20 @@ class Scoring:
         self._done: list[tuple[int, Scores]] = []
 
     def add(self, videos: Tensor, prompts: Sequence[str], *, first_clip: int = 0, **about: Any) -> Scores | None:
-        """Score a batch and return the scores, or start scoring it in the thread and return None.
+        """Score a batch and return the scores, or start scoring it in the thread, or let it wait, and return None.
 
         An error in the thread is raised by the next call.
 
         Args:
             videos, prompts, first_clip, about: arguments of `RewardSet.score`.
         """
-        about = {**about, "first_clip": first_clip}
+        about = {**about, "first_clip": first_clip, "group": self.group}
+        if self.panel.compares_clips:
+            self._waiting.append((videos, prompts, about))
+            if sum(len(clips) for clips, _, _ in self._waiting) % self.group:
+                return None
+            videos, prompts, about = _joined(self._waiting)
+            first_clip, self._waiting = about["first_clip"], []
         if self._pool is None:
             scores = self.panel.score(videos, prompts, **about)
             self._done.append((first_clip, scores))
@@ -86,3 +98,15 @@ class Scoring:
             scores = self.panel.compute(videos, prompts, **about)
         self.spent["reward_overlapped"] = self.spent.get("reward_overlapped", 0.0) + time.perf_counter() - started
         return about["first_clip"], scores
+
+
+def _joined(
+    batches: Sequence[tuple[Tensor, Sequence[str], dict[str, Any]]],
+) -> tuple[Tensor, list[str], dict[str, Any]]:
+    """Return several batches as one."""
+    about = dict(batches[0][2])
+    images = [batch["images"] for _, _, batch in batches if batch.get("images") is not None]
+    about["images"] = torch.cat(images) if images else None
+    about["columns"] = [row for _, _, batch in batches for row in batch.get("columns", ())]
+    prompts = [prompt for _, texts, _ in batches for prompt in texts]
+    return torch.cat([clips for clips, _, _ in batches]), prompts, about

@@ -165,7 +165,7 @@ def test_half_of_the_clips_are_the_best_and_half_the_worst(available: int, count
     [
         ({}, [0, 10, 12]),  # every tenth, and the last of 13
         ({"report_to": "wandb", "keep_rollouts": 2}, [0, 10, 12]),
-        ({"keep_rollouts_every": 7}, [0, 7]),
+        ({"keep_rollouts_every": 7}, [0, 7, 12]),
         ({"keep_rollouts_every": 0}, []),
     ],
 )
@@ -174,3 +174,24 @@ def test_clips_of_some_rollouts_are_kept_by_default(
 ) -> None:
     found = keeper(tmp_path, OneOf(), train_steps=25, **options)  # two steps for each rollout
     assert [k for k in range(13) if found.wants(RolloutSample(k, 0, Prompt("a", ""), 0))] == rollouts
+
+
+def test_a_long_run_keeps_few_rollouts_of_few_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 33 in all; clips that are noise are encoded with a limited rate, but not those that were requested."""
+    for steps in (2, 640, 642, 20_000, 19_999):
+        made = keeper(tmp_path, OneOf(), train_steps=steps)
+        kept = [k for k in range(-(-steps // 2)) if made.wants(RolloutSample(k, 0, Prompt("a", ""), 0))]
+        assert len(kept) <= 33
+        assert (kept[0], kept[-1]) == (0, (steps - 1) // 2)
+    monkeypatch.setattr("finetrainers.methods.grpo.keep.keep_rollouts.MAX_BYTES", 100_000)
+    noise = {k: torch.randint(256, (17, 96, 128, 3), dtype=torch.uint8) for k in range(3)}
+    jobs = [RolloutSample(0, prompt, Prompt("a", ""), k) for prompt in (0, 1) for k in range(3)]
+    sizes = {}
+    for count in (0, 2):
+        keeper(tmp_path / str(count), OneOf(), keep_rollouts=count).keep(jobs, noise, SCORES, FOUND)
+        clips = list((tmp_path / str(count)).rglob("*.mp4"))
+        sizes[count] = sum(clip.stat().st_size for clip in clips)
+        assert len(clips) == 2
+        assert all(read_mp4(clip, columns=1)[0].shape == (1, 96, 128, 3) for clip in clips)
+    assert sizes[0] <= 100_000 < 4 * sizes[0]
+    assert sizes[2] > 4 * sizes[0]

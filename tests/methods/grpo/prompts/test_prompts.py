@@ -17,13 +17,16 @@ from one_of import OneOf
 from PIL import Image
 from refusals import refused
 
+from finetrainers.config.geometry import Geometry
 from finetrainers.config.load import load_config
+from finetrainers.config.root import TrainConfig
 from finetrainers.data.loading.position import DataPosition
 from finetrainers.data.loading.text_conditioning import TextCache
 from finetrainers.data.reading.items import DataError
-from finetrainers.methods.grpo.prompts.plan import PromptPlan
+from finetrainers.methods.grpo.prompts.plan import PromptPlan, column_problems, plan_prompts
 from finetrainers.methods.grpo.prompts.prompts import Prompt, PromptFile, PromptOrder, RolloutSample, read_prompts
 from finetrainers.methods.grpo.prompts.source import PromptSource
+from finetrainers.methods.registry import method_spec
 from finetrainers.models.spec import ModelComponents
 from finetrainers.utils.failures import Kind
 
@@ -132,8 +135,8 @@ def test_prompts_bring_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ]
     assert [(prompt.text, prompt.image) for prompt in found.prompts] == wanted
     assert [prompt.where for prompt in found.prompts] == [f"p.csv line {line}" for line in range(2, 6)]
-    [note] = found.notes
-    assert (note.split()[0], note.split()[-1], found.warnings) == ("p.csv:", "id", ())
+    assert [prompt.columns for prompt in found.prompts] == [{"id": str(number)} for number in range(1, 5)]
+    assert (found.notes, found.warnings) == ((), ())
     rows = [
         {"text": "a cat, asleep", "image": "a.png"},
         *({"prompt": "a cat", "image": i} for i in ("a.png", "b.png", None)),
@@ -180,9 +183,9 @@ def test_json_lines(tmp_path: Path) -> None:
     found = read(tmp_path, "p.jsonl", "\n".join(rows) + "\n")
     assert [prompt.text for prompt in found.prompts] == ["a cat", "a dog", "# a fish\nin water"]
     assert [prompt.where for prompt in found.prompts] == ["p.jsonl line 1", "p.jsonl line 3", "p.jsonl line 4"]
-    [note] = found.notes
-    assert note.startswith("p.jsonl: ")
-    assert note.endswith(" file, id")
+    without = {"id": None, "file": None}
+    assert [prompt.columns for prompt in found.prompts] == [without, {"id": 3, "file": "x"}, without]
+    assert found.notes == ()
 
 
 def test_every_wrong_line_is_named(tmp_path: Path) -> None:
@@ -208,8 +211,7 @@ def test_encoded_prompts(tmp_path: Path) -> None:
     assert found.prompts[1].embedding == tmp_path / "prompt_embed" / "1.pt"
     assert found.prompts[1].mask == tmp_path / "prompt_attention_mask" / "1.pt"
     assert found.prompts[1].where == "videos2caption.json entry 2"
-    [note] = found.notes
-    assert (note.split()[0], note.split()[-1]) == ("videos2caption.json:", "length")
+    assert [list(prompt.columns) for prompt in found.prompts] == [["length"]] * 2
     torch.save(torch.zeros(999), tmp_path / "prompt_embed" / "1.pt")
     assert read_prompts(tmp_path / "videos2caption.json").fingerprint != found.fingerprint
     assert read(tmp_path, "p.txt", "a cat\na dog").fingerprint != found.fingerprint
@@ -312,3 +314,101 @@ def test_a_source_counts_prompts_from_where_they_were_begun(tmp_path):
         begun.rollout_prompts(rollout) for rollout in (0, 1, 2)
     ]
     assert (begun.steps_for_epochs(1), later.steps_for_epochs(1)) == (6, 12)
+
+
+# ---- columns for rewards ---------------------------------------------------------------------------------------------
+
+
+def answered(videos: torch.Tensor, prompts: list[str], *, answer: list[str], hint: list[str] | None = None) -> None: ...
+
+
+def anything(videos: torch.Tensor, prompts: list[str], **columns: list[str]) -> None: ...
+
+
+def compared(videos: torch.Tensor, prompts: list[str]) -> None: ...
+
+
+compared.scope = "group"  # type: ignore[attr-defined]
+
+
+def columns_config(folder: Path, table: str, **options: Any) -> TrainConfig:
+    (folder / "p.csv").write_text(table)
+    (folder / "held_out.jsonl").write_text('{"prompt": "a fish", "answers": 3}\n')
+    base = {
+        "model_name": "m", "pretrained_model_name_or_path": "repo", "method": "grpo", "prompts": folder / "p.csv",
+        "reward": [f"{__name__}:answered"], "rollout_size": "9x64x64", "train_steps": 1,
+    }  # fmt: skip
+    return load_config(**{**base, **options})
+
+
+def make_plan(config: TrainConfig) -> PromptPlan:
+    plan = plan_prompts(config, Geometry(temporal=8, spatial=32, patch=1, patch_t=1, fps=25.0))
+    assert plan is not None
+    return plan
+
+
+def test_rewards_get_the_columns_that_they_take(tmp_path: Path) -> None:
+    table = "prompt,answer,hint,id\na cat,two,,1\na dog,three,?,2\n"
+    config = columns_config(tmp_path, table)
+    plan = make_plan(config)
+    columns = [{"answer": "two", "hint": None}, {"answer": "three", "hint": "?"}]
+    assert [prompt.columns for prompt in plan.prompts] == columns
+    assert [note.endswith(" id") for note in plan.notes if note.startswith("p.csv")] == [True]
+    assert not list(column_problems(plan, config))
+    assert make_plan(columns_config(tmp_path, table.replace("1\n", "7\n"))).fingerprint == plan.fingerprint
+    assert make_plan(columns_config(tmp_path, table.replace("two", "2"))).fingerprint != plan.fingerprint
+    everything = make_plan(columns_config(tmp_path, table, reward=[f"{__name__}:anything"]))
+    assert list(everything.prompts[0].columns) == ["answer", "hint", "id"]
+    unused = make_plan(columns_config(tmp_path, table, reward=["brightness"]))
+    assert unused.prompts[0].columns == {}
+    assert unused.fingerprint == read_prompts(tmp_path / "p.csv").fingerprint, "as of runs of before"
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "expected"),
+    [
+        ("prompt,answr\na cat,two\n", {}, [("--reward", "'answer'", "'answr'", "p.csv line 2")]),
+        ("prompt,answer\na cat,\na dog,x\n", {}, [("--reward", "'answer'", "p.csv line 2")]),
+        ("prompt,answer\na cat,x\n", {"eval_prompts": "held_out.jsonl"}, [("--reward", "'answers'", "jsonl line 1")]),
+        ("prompt,answer\na cat,x\n", {"eval_prompts": "held_out.jsonl", "eval_reward": ["contrast"]}, []),
+        ("prompt\na cat\n", {"reward": [f"{__name__}:anything"]}, []),
+    ],
+)  # fmt: skip
+def test_columns_that_prompts_lack_are_named(
+    table: str, options: dict[str, Any], expected: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    if "eval_prompts" in options:
+        options = {**options, "eval_prompts": tmp_path / options["eval_prompts"]}
+    config = columns_config(tmp_path, table, **options)
+    problems = list(column_problems(make_plan(config), config))
+    assert [problem.kind for problem in problems] == ["required"] * len(expected)
+    for problem, (place, *values) in zip(problems, expected, strict=True):
+        assert problem.where == place
+        assert [value for value in values if value not in problem.message] == []
+
+
+def test_rewards_that_compare_clips_need_all_of_a_prompt(tmp_path: Path) -> None:
+    group = {"reward": [f"{__name__}:compared"]}
+    single = {"eval_reward": group["reward"], "reward": ["contrast"]}
+    sft: dict[str, Any] = {"method": "sft", "reward": [], "prompts": None, "rollout_size": None}
+    held_out = {"eval_prompts": tmp_path / "held_out.jsonl"}
+    cases: list[tuple[dict[str, Any], list[str]]] = [
+        ({**group, "batch_size": 2}, []),
+        ({**group, **held_out}, ["--eval_prompts"]),
+        ({**group, **held_out, "eval_reward": ["contrast"]}, []),
+        ({**single, **held_out}, ["--eval_reward"]),
+        ({**group, "num_generations": 1}, ["--reward"]),
+        ({**group, "rollout_gradients": "retain", "batch_size": 4}, ["--batch_size"]),
+        ({**group, "rollout_gradients": "retain", "batch_size": 16}, []),
+        ({**group, "method": "refl"}, ["--reward", "--reward"]),
+        ({**sft, "eval_reward": group["reward"]}, ["--eval_reward"]),
+        ({**sft, "eval_reward": [f"{__name__}:answered"]}, ["--eval_reward"]),
+    ]
+    for options, places in cases:
+        config = columns_config(tmp_path, "prompt\na cat\n", **options)
+        assert [problem.where for problem in method_spec(config).problems(config)] == places, options
+    config = columns_config(tmp_path, "prompt\na cat\n", **group, batch_size=4, prompts_per_step=6)
+    spec = method_spec(config)
+    for processes, sharing, places in ((2, 1, []), (4, 1, ["--prompts_per_step"]), (4, 2, ["--batch_size"])):
+        ranks = OneOf(0, processes, sharing=sharing)
+        assert [problem.where for problem in spec.strategy_problems(config, ranks)] == places

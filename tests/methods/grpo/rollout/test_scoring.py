@@ -10,6 +10,7 @@ import torch
 
 from finetrainers.config.rewards import RewardEntry, parse_reward
 from finetrainers.methods.grpo.rollout.scoring import Scoring
+from finetrainers.rewards import registry
 from finetrainers.rewards.reward_set import RewardError, RewardSet, Scores
 
 
@@ -54,6 +55,30 @@ def test_sampling_goes_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     done, error = scoring.finish(None)
     assert (len(done), error) == (2, None)
     assert all(name.startswith("rewards") for name in threads)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_batches_wait_for_all_clips_of_a_prompt(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a reward compares them; others are scored at once."""
+
+    def compare(videos: torch.Tensor, prompts: list[str], *, number: list[int]) -> list[float]:
+        assert len(set(prompts)) == 1
+        return [float(n) + 10 * len(prompts) for n in number]
+
+    compare.scope = "group"  # type: ignore[attr-defined]
+    monkeypatch.setattr(registry.REWARDS, "registered", {**registry.REWARDS.registered, "compare": compare})
+    scoring = Scoring(panel("compare", "brightness"), {}, overlap=overlap, group=4)
+    clips, prompts = torch.rand(8, 2, 3, 8, 8), [prompt for prompt in "ab" for _ in range(4)]
+    for first in range(0, 8, 2):
+        rows = slice(first, first + 2)
+        columns = [{"number": number} for number in range(8)][rows]
+        scores = scoring.add(clips[rows], prompts[rows], fps=8.0, first_clip=8 + first, columns=columns, images=None)
+        assert (scores is None) == (overlap or first % 4 == 0)
+    done, error = scoring.finish(None)
+    assert error is None
+    assert [number for number, _ in done] == [8, 12]
+    assert Scores.in_order(done).heads["compare"].raw.tolist() == [40, 41, 42, 43, 44, 45, 46, 47]
+    assert list(panel("brightness").due(0)) == ["brightness"]
 
 
 def test_an_error_of_the_thread_is_raised_by_the_next_batch_or_at_the_end() -> None:
