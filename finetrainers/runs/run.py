@@ -25,7 +25,7 @@ from finetrainers.results.reports.page import write_run_report
 from finetrainers.rundir.find import scan_checkpoints
 from finetrainers.rundir.lock import exclusive
 from finetrainers.training.assemble import assemble
-from finetrainers.training.callbacks.base import Callback, check_gradient_hooks
+from finetrainers.training.callbacks.base import Callback
 from finetrainers.training.checkpoints.restore import find_damage
 from finetrainers.training.guards.hacking import HACKING_GUARD
 from finetrainers.training.memory_failure import MemoryFailures
@@ -38,6 +38,8 @@ from finetrainers.utils.faults import arm_faults, fault_point
 from finetrainers.utils.phases import CHECKPOINT, LOADING, phase
 from finetrainers.utils.progress import working
 from finetrainers.utils.train_log import train_log
+
+from .callbacks import check_gradient_hooks
 
 
 def run(

@@ -18,12 +18,14 @@ from finetrainers.plan.parts import CustomParts
 from finetrainers.plan.ready import get_ready
 from finetrainers.plan.start_report import print_line
 from finetrainers.rundir.run_records import run_problem
-from finetrainers.training.callbacks.base import Callback, check_callbacks
+from finetrainers.training.callbacks.base import Callback
 from finetrainers.utils.device import configure_allocator
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.logs import quiet_libraries
 from finetrainers.utils.process_state import environment_restored, host_group_problem, restored
 from finetrainers.utils.reading import read_jsonl
+
+from .callbacks import check_callbacks
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from finetrainers.draw.sample_files import write_sample
 from finetrainers.methods.registry import method_spec
 from finetrainers.utils.alive import begin_work
 from finetrainers.utils.phases import VALIDATION, phase
@@ -14,7 +15,6 @@ from finetrainers.utils.video import slug
 
 from ..state import Sample
 from .base import Callback, Record
-from .samples import write_sample
 
 if TYPE_CHECKING:
     from ..state import TrainState

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from finetrainers.config.sections import ValidationSection
+from finetrainers.draw.sample_files import write_sample
 from finetrainers.utils.alive import begin_work
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.phases import VALIDATION, phase
@@ -25,7 +26,6 @@ from ..sampling import (
 )
 from ..state import Sample
 from .base import Callback, Record
-from .samples import write_sample
 from .scores import SampleScores
 
 if TYPE_CHECKING:
