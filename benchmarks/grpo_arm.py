@@ -13,7 +13,6 @@ import torch
 
 from finetrainers.demo.rewarded import reward_config
 from finetrainers.memory.recorder import MemoryRecorder
-from finetrainers.methods.grpo.no_replay.no_replay import RolloutGradients
 from finetrainers.plan.init_distributed import make_strategy
 from finetrainers.plan.preflight import preflight
 from finetrainers.training.assemble import assemble
@@ -93,12 +92,14 @@ class Arm:
 
 
 def build(directory: Path, name: str, options: dict[str, Any]) -> Arm:
-    """An arm at its first step."""
+    """An arm at its first step; `shares_starts` is whether the equal start of a prompt's clips is sampled once."""
+    shares_starts = options.pop("shares_starts", True)
     config = reward_config(directory / name, steps=10_000, **options)
     parallel = make_strategy(config)
     trainer = assemble(
         preflight(config), parallel, Watchdog.of_run(config.run, rank=parallel.rank), MemoryRecorder(parallel.device)
     )
+    trainer.state.method.collector.shares_starts &= shares_starts
     arm = Arm(trainer, trainer.state.method.steps(0, trainer.state.transformer))
     _watch(arm)
     return arm
@@ -126,20 +127,3 @@ def _watch(arm: Arm) -> None:
             backward(loss)
 
     state.parallel.backward = timed_backward  # type: ignore[method-assign]
-    take = RolloutGradients.take
-
-    def timed_take(self: RolloutGradients, transformer: Any, *given: Any, **named: Any) -> None:
-        with arm.in_network():
-            take(self, transformer, *given, **named)
-
-    # The gradients of a rollout that is not replayed are taken there.
-    collector = state.method.collector
-    make = collector._take_gradients
-
-    def watched_take(*given: Any) -> RolloutGradients | None:
-        made = make(*given)
-        if made is not None:
-            made.take = timed_take.__get__(made)  # type: ignore[method-assign]
-        return made
-
-    collector._take_gradients = watched_take

@@ -32,6 +32,7 @@ _DANCEGRPO: dict[str, Any] = {
     "batch_size": 8,
     "reward_fps": 25,
     "lr": 1e-2,
+    "shares_starts": False,
 }
 _NFT: dict[str, Any] = {
     "method": "nft",
@@ -54,9 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     BASELINE: {**_DANCEGRPO, "updates_per_rollout": 1},
     "DanceGRPO, one update, 4 steps": {**_DANCEGRPO, "updates_per_rollout": 1, "sampling_steps": 4},
     "window": {},
-    "window, reweight": {"rollout_gradients": "reweight"},
     "window, 4 steps": _FEW_STEPS,
-    "window, 4 steps, reweight": {**_FEW_STEPS, "rollout_gradients": "reweight"},
     # The demonstration's own window: its colors are decided in the third step.
     "third of 4 steps": {**_FEW_STEPS, "window_range": [0.5, 0.75]},
     "NFT": _NFT,

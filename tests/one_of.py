@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from finetrainers.parallel.ranks import DistributedContext
 
@@ -27,14 +27,6 @@ class OneOf:
 
     def without_exchange(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def local_parameters(self, model: nn.Module) -> list[Tensor]:
-        self._weights = [weight for weight in model.parameters() if weight.requires_grad]
-        return list(self._weights)
-
-    def shared_gradients(self, gradients: Sequence[Tensor | None]) -> list[tuple[nn.Parameter, Tensor]]:
-        pairs = zip(self._weights, gradients, strict=True)
-        return [(weight, gradient) for weight, gradient in pairs if gradient is not None]
 
     def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
         if error is not None:

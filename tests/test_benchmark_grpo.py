@@ -26,7 +26,7 @@ def test_settings_train_in_turns(
     monkeypatch.setattr(benchmark, "ALL", {**benchmark.ALL, **SMALL})
     small = {
         name: {option: value for option, value in benchmark.SETTINGS[name].items() if option not in SMALL}
-        for name in (benchmark.BASELINE, "window, reweight")
+        for name in (benchmark.BASELINE, "third of 4 steps")
     }
     small[benchmark.BASELINE] |= {"best_of_n": 2, "num_generations": None, "sampling_steps": None} | SMALL
     monkeypatch.setattr(benchmark, "SETTINGS", small)
@@ -41,10 +41,10 @@ def test_settings_train_in_turns(
         for line in out.splitlines()
         if " of 1 |" in line
     }
-    # 8 clips of 4 steps, of which 4 are replayed at 1 step; 8 clips of 2 steps without a backward pass and 2 with one.
+    # 8 clips of 4 steps, of which 4 are replayed at 1 step; 3 steps of 2 prompts, 1 of 8 clips, and 2 trained inputs.
     assert {name: float(row[6]) for name, row in rows.items()} == {
         benchmark.BASELINE: 8 * 4 + 4 * 1 * 3,
-        "window, reweight": 8 * (2 + 2 * 3),
+        "third of 4 steps": 2 * 3 + 8 + 2 * 3,
     }
     assert all(row[1] == "0 of 1" and 0 < float(row[7].strip("%")) < 100 for row in rows.values())
     assert "none of ours" in out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -45,10 +44,6 @@ class GRPOSection(Section):
         "N adds one of the best. The default is all clips.", resume="same", ge=2)
     updates_per_rollout: int = option(1, "Optimizer steps per rollout. From the second step on, the clips are "
         "off-policy.", resume="same", ge=1)
-    rollout_gradients: Literal["replay", "reweight", "retain", "auto"] = option("replay", "When to compute the "
-        "gradients of trained steps: in a second forward pass (`replay`), while sampling (`reweight`), or from "
-        "stored activations (`retain`). `auto` uses the fastest that fits; see grpo.md.", resume="free",
-        readers="trains_steps")
     selective_rollouts: float = option(1.0, "Skip prompts whose clips score alike, before sampling them (GRESO): "
         "after z such rollouts in a row, a prompt is sampled with probability P^z, where P is this value. 0.5 works "
         "well; 1 skips none.", resume="free", readers="compares", gt=0, le=1)
@@ -131,8 +126,8 @@ class GRPOSection(Section):
 
     trajectory_dtype: Literal["fp32", "bf16", "fp16"] = option("fp32", "Dtype in which sampled latents are stored "
         "until they are trained.", resume="free", readers="trains_steps")
-    offload_trajectory: bool = option(False, "Store sampled latents in host memory; with `--rollout_gradients "
-        "reweight`, gradients that wait for advantages.", resume="free", readers="trains_steps")
+    offload_trajectory: bool = option(False, "Store sampled latents in host memory.", resume="free",
+        readers="trains_steps")
     reward_fps: float | None = option(None, "Frames per second at which clips are scored; it changes scores that "
         "sample frames. The default is the rate the model was trained at.", resume="free", gt=0, le=1000)
     reward_device: str | None = option(None, "Device of network rewards, such as `cpu` or `cuda:1`; a reward's own "
@@ -180,23 +175,12 @@ def trained_steps(section: GRPOSection, stochastic: int | None = None) -> int:
     return int(stochastic * section.timestep_fraction + ROUNDING)
 
 
+def prompts_per_process(section: GRPOSection, data_size: int) -> int:
+    """Return the largest number of prompts of which one of `data_size` processes samples clips."""
+    size, share = section.num_generations, section.prompts_per_step * section.num_generations // data_size
+    return max(((rank + 1) * share - 1) // size - rank * share // size for rank in range(data_size)) + 1
+
+
 def kernel(section: GRPOSection, *, is_flow: bool) -> Kernel:
     """Return the sampler of policy gradients."""
     return section.sampler or ("flow" if is_flow else "ddim")
-
-
-def why_no_rollout_gradients(section: GRPOSection) -> Iterator[str]:
-    """Yield the reasons why gradients cannot be taken without replay, with the remedy."""
-    if section.updates_per_rollout > 1:
-        yield (
-            f"is not supported with --updates_per_rollout {section.updates_per_rollout}: only the gradient of the "
-            "first update is computed; use 1, or replay"
-        )
-    if section.kl_coef:
-        yield (
-            f"is not supported with --kl_coef {section.kl_coef:g}, whose gradient is not scaled by the advantage: it "
-            "would take another backward pass (reweight), or a reference forward pass per clip (retain); use 0, or "
-            "replay"
-        )
-    if section.overlap_rewards:
-        yield "gradients wait for scores; remove --overlap_rewards, or use replay"

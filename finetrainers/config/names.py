@@ -100,7 +100,7 @@ _SAME = {
 SAME = invert_groups(_SAME) | former_names()
 #: Names whose meaning depends on other options: Open-Sora's, those of later releases of these scripts, and ours of
 #: earlier versions, when DiffusionNFT was `--method grpo --rl_algorithm nft`.
-DEPENDENT = ("start_from_scratch", "rl_algorithm", "attn_provider_inference")
+DEPENDENT = ("start_from_scratch", "rl_algorithm", "attn_provider_inference", "rollout_gradients")
 
 #: Advice, and the names without an option here that it is for.
 _INSTEAD = {
@@ -335,7 +335,20 @@ def translate_dependent(options: RawOptions) -> None:
     _translate_sampled(options)
     values, where = options.values, options.where
     scratch, method = values.get("start_from_scratch"), values.get("method")
-    algorithm = values.pop("rl_algorithm", None)
+    algorithm, gradients = values.pop("rl_algorithm", None), values.pop("rollout_gradients", None)
+    if gradients not in (None, "replay") and values.get("resume_from_checkpoint") is not None:
+        options.notes.append(
+            f"{where['rollout_gradients']} {gradients} was removed: the run continues with replay, whose updates are "
+            "the same up to rounding"
+        )
+    elif gradients not in (None, "replay"):
+        options.refuse(
+            "rollout_gradients",
+            f"{gradients} was removed, as shared starts (--init_same_noise, the default) save more; remove it. Updates "
+            "are the same up to rounding",
+            "init_same_noise",
+            kind="unsupported",
+        )
     if str(scratch).lower() == "true" and values.get("resume_from_checkpoint") is not None:
         options.put("reset", ["data"], "start_from_scratch")
     elif str(scratch).lower() == "true":

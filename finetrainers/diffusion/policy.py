@@ -149,3 +149,9 @@ def log_density(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Return the log-density of an isotropic Gaussian, averaged over the latent, `[B]` fp32; std `[B]` above 0."""
     z = (value - mean) / expand(std, mean)
     return -0.5 * (z * z).flatten(1).mean(1) - torch.log(std) - 0.5 * math.log(2 * math.pi)
+
+
+def log_densities(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Return `log_density` of each clip computed by itself, so that the rounding does not depend on the other clips."""
+    rows = zip(value.split(1), mean.split(1), std.split(1), strict=True)
+    return torch.cat([log_density(*row) for row in rows])

@@ -56,8 +56,6 @@ class MemoryOption:
             only take time.
         slowdown: percent of a step's time beyond `Outcome.slower`, or None if it was not measured.
         needs: values of other options without which it saves nothing.
-        takes_back: whether it may change an option that the user has set, for another way to the same weights that
-            takes less time.
         is_exact: whether results stay the same up to the order of floating-point sums.
     """
 
@@ -66,7 +64,6 @@ class MemoryOption:
     price: float
     slowdown: float | None = None
     needs: Mapping[str, Any] = field(default_factory=dict)
-    takes_back: bool = False
     is_exact: bool = False
 
     @property
@@ -99,11 +96,7 @@ MEMORY_OPTIONS: tuple[MemoryOption, ...] = (
         is_exact=True,
     ),
     MemoryOption(
-        {"offload_trajectory": True}, "sampled latents, or gradients, travel to host memory and back", 4, is_exact=True
-    ),
-    MemoryOption(
-        {"rollout_gradients": "replay"}, "trained steps go through the network once more", 8,
-        takes_back=True, is_exact=True,
+        {"offload_trajectory": True}, "sampled latents travel to host memory and back", 4, is_exact=True
     ),
     MemoryOption(
         {"overlap_gradient_exchange": False}, "gradients are averaged after the backward pass, not during it", 8,
@@ -390,7 +383,7 @@ class _Search:
 
     def _is_useful(self, switch: MemoryOption) -> bool:
         """Return whether a switch may be set, and lowers a phase, by itself or with the options that it needs."""
-        if not switch.takes_back and any(self._config.changed(name) for name in switch.options):
+        if any(self._config.changed(name) for name in switch.options):
             return False
         base = self._config.with_values(switch.needs)
         before, after = self._outcomes(base), self._outcomes(with_options_set(base, [switch]))

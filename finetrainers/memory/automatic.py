@@ -1,4 +1,4 @@
-"""Settings that a run chooses itself: variant of the method, decoding of rollouts, number of swapped blocks, activation
+"""Settings that a run chooses itself: decoding of rollouts, number of swapped blocks, activation
 memory, and where parts wait.
 
 The estimate, its advice and a run choose by one rule, that every phase fits the memory that tensors may take
@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any
 
 from finetrainers.config.root import TrainConfig
-from finetrainers.methods.registry import method_spec
-from finetrainers.methods.spec import Variant
-from finetrainers.parallel.sharding import WHOLE, ShardingSpec
 from finetrainers.utils.phases import REWARD, ROLLOUT, VALIDATION
 
-from .activation_auto import ASSUMED_FLOPS, ASSUMED_LINK, ActivationModel, with_choice
+from .activation_auto import ActivationModel, with_choice
 from .activation_plan import ActivationPolicy, Machine
 from .phases import RunPlan
 from .swap_plan import NUM_SLOTS, fewest_blocks
@@ -46,7 +42,6 @@ class Run:
         num_blocks: of its network.
         may_offload_samples: whether the model's parts may wait in host memory while it samples.
         decodes: whether it decodes clips that it has sampled, to train on them.
-        split: what its processes share.
     """
 
     plan: Callable[[TrainConfig], RunPlan]
@@ -54,7 +49,6 @@ class Run:
     num_blocks: int
     may_offload_samples: bool
     decodes: bool = False
-    split: ShardingSpec = WHOLE
 
 
 @dataclass(frozen=True)
@@ -72,7 +66,6 @@ class AutoSettings:
         activations: what blocks store, if it was to be chosen.
         offloads_samples: whether the model's parts wait in host memory while it samples, if that was to be chosen.
         decoding: options of the VAE that are turned on, if they were to be chosen.
-        variant: of the method, if it was to be chosen.
         repeats: whether they are the choices of the run that is resumed, or None if it has none.
     """
 
@@ -85,7 +78,6 @@ class AutoSettings:
     activations: ActivationPolicy | None = None
     offloads_samples: bool | None = None
     decoding: tuple[str, ...] = ()
-    variant: Variant | None = None
     repeats: bool | None = None
 
     @property
@@ -115,8 +107,6 @@ class AutoSettings:
             descriptions["activation_memory"] = self.activations.what
         if self.offloads_samples:
             descriptions["enable_model_cpu_offload"] = "samples are drawn with the model's parts in host memory"
-        if self.variant is not None:
-            descriptions[self.variant.option] = self.variant.what
         return descriptions | {name: _DECODING[name] for name in self.decoding}
 
     @property
@@ -126,27 +116,7 @@ class AutoSettings:
 
 
 def choose_automatic(config: TrainConfig, run: Run, machine: Machine | None) -> AutoSettings:
-    """Choose the settings that the options leave open, and the method's fastest variant that makes every phase fit."""
-    variants = method_spec(config).variants(config, run.split)
-    if not variants:
-        return _choose(config, run, machine)
-    candidates = [replace(_choose(variant.config, run, machine), variant=variant) for variant in variants]
-    fitting = [candidate for candidate in candidates if candidate.fits]
-    if not fitting:
-        return min(candidates, key=lambda candidate: candidate.plan.peak)
-    # Tiles change clips, and a variant changes nothing.
-    return min(fitting, key=lambda candidate: ("enable_tiling" in candidate.decoding, _cost(candidate)))
-
-
-def _cost(candidate: AutoSettings) -> float:
-    """Return the cost of a clip in forward passes."""
-    assert candidate.variant is not None
-    machine = candidate.machine or Machine(inf, inf, ASSUMED_FLOPS, ASSUMED_LINK)
-    return candidate.variant.cost(candidate.model.slower(candidate.config, machine))
-
-
-def _choose(config: TrainConfig, run: Run, machine: Machine | None) -> AutoSettings:
-    """Choose all settings but the variant.
+    """Choose the settings that the options leave open.
 
     First clips of rollouts are decoded one by one, or in tiles, and samples drawn with the model's parts in host
     memory, each if they would not fit otherwise. Then blocks are swapped, and activations stored, in the fastest way

@@ -18,7 +18,6 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import ActivationMemory
 from finetrainers.methods.registry import method_spec
-from finetrainers.methods.spec import MethodMemory
 from finetrainers.optim.table import OPTIMIZERS, resolve_name
 from finetrainers.parallel.sharding import WHOLE, ShardingSpec
 
@@ -64,10 +63,6 @@ class Workload:
         casts: whether autocast copies weights of more than 16 bits.
         ema: whether an fp32 average of the trainable weights is kept.
         copy_bytes, trajectory_bytes: see `MethodMemory`.
-        waiting_bytes, waiting_on_host: of gradients of clips that wait for advantages.
-        summed_bytes: of further gradients in backward, of the first call that waits and of the others.
-        waiting_calls: see `MethodMemory`.
-        trained_outside: share of the trainable parameters outside blocks.
         swap: of swapped blocks, whose frozen weights are not among `frozen_bytes`.
     """
 
@@ -91,11 +86,6 @@ class Workload:
     ema: bool = False
     copy_bytes: float = 0.0
     trajectory_bytes: float = 0.0
-    waiting_bytes: float = 0.0
-    waiting_on_host: float = 0.0
-    summed_bytes: tuple[float, float] = (0.0, 0.0)
-    waiting_calls: tuple[int, int] = (0, 0)
-    trained_outside: float = 0.0
     swap: SwapSizes = NO_SWAP
 
 
@@ -109,7 +99,6 @@ class MemoryPlan:
         swap: bytes that swapped blocks take in host memory and on the way from there.
         offloaded: activations in host memory.
         persistent_bytes: memory between steps.
-        waiting_on_host: gradients in host memory.
     """
 
     parts: Mapping[str, float]
@@ -117,7 +106,6 @@ class MemoryPlan:
     swap: SwapSizes = NO_SWAP
     offloaded: float = 0.0
     persistent_bytes: float = 0.0
-    waiting_on_host: float = 0.0
 
 
 def estimate(workload: Workload) -> MemoryPlan:
@@ -143,14 +131,12 @@ def estimate(workload: Workload) -> MemoryPlan:
         "gradient buffers": workload.gathered.stays / GIB + (weights if split.copies_gradients else 0.0),
         "copies of the policy": workload.copy_bytes / GIB,
         "sampled trajectories": workload.trajectory_bytes / GIB,
-        "gradients of clips": workload.waiting_bytes / GIB,
     }
     gradients = {"gradients, whole": 4 * trained} if are_unsharded else {"gradients": shared}
     casts = trained * _HALF if workload.casts and workload.trainable_bytes > _HALF else 0.0
     gathered, made = workload.gathered, sum(gradients.values())
-    waiting_forward, waiting_backward, sampled = _waiting_calls(workload, saved, casts=casts, unit=unit)
-    forward = gathered.forward / GIB + casts + saved + in_forward + waiting_forward
-    backward = waiting_backward + max(
+    forward = gathered.forward / GIB + casts + saved + in_forward
+    backward = max(
         moment.gathered / GIB
         + moment.stored * saved
         + moment.working * in_backward
@@ -164,32 +150,14 @@ def estimate(workload: Workload) -> MemoryPlan:
         "gathered weights": (gathered.forward if split.zero_stage else gathered.peak) / GIB,
         "gradients being averaged": (gathered.peak - gathered.forward) / GIB if split.zero_stage else 0.0,
         "autocast copies": casts,
-        "activations of clips": sampled,
         "activations kept": saved,
         "one block in backward": in_backward,
     }
     persistent_bytes = sum(fixed.values())
     return MemoryPlan(
         parts, persistent_bytes + max(at_work, gathered.after / GIB), workload.swap,
-        (1 + workload.waiting_calls[0]) * units.on_host * unit, persistent_bytes, workload.waiting_on_host / GIB,
+        units.on_host * unit, persistent_bytes,
     )  # fmt: skip
-
-
-def _waiting_calls(workload: Workload, saved: float, *, casts: float, unit: float) -> tuple[float, float, float]:
-    """Return the memory of calls of the network that wait for their backward pass, in GiB, with their gradients.
-
-    The first two are while another call makes its forward or backward pass, the third is between calls. Each call
-    stores what its blocks store, and the copies that autocast made of weights; checkpointed blocks make these again.
-    """
-    forward, backward = workload.waiting_calls
-    if not (forward or backward):
-        return 0.0, 0.0, 0.0
-    recomputed = 0.0 if workload.stored == "none" else 1.0 if workload.share is None else workload.share
-    copied = workload.trained_outside + (1 - workload.trained_outside) * (1 - recomputed)
-    per_call = saved + workload.activations.between * unit + copied * casts
-    first, later = (size / GIB for size in workload.summed_bytes)
-    in_backward = max(backward * per_call + first, max(0, backward - 1) * per_call + later)
-    return forward * per_call, in_backward, (forward + 1) * per_call
 
 
 def estimate_for(
@@ -260,7 +228,6 @@ def build_workload(
         activations=counted_activations(config, spec, split, halved=halved),
         accumulates=accumulates,
         ema=config.training.use_ema,
-        trained_outside=weights.trained_outside,
         gradients_stay=_gradients_stay(config, split),
         split=split,
         gathered=gathered,
@@ -274,7 +241,7 @@ def _with_method(
     workload: Workload, config: TrainConfig, weights: NetworkWeights, *, latent: tuple[int, int, int, int],
     trainable_bytes: int,
 ) -> Workload:  # fmt: skip
-    """Return a workload with the training method's copies, samples, calls that wait, and clips of a micro-batch.
+    """Return a workload with the training method's copies, samples, and clips of a micro-batch.
 
     Args:
         workload: of the network alone.
@@ -296,29 +263,7 @@ def _with_method(
         batch_size=method.batch_size,
         copy_bytes=method.copies,
         trajectory_bytes=method.trajectories,
-        waiting_bytes=4.0 * weights.trained * _waiting(method, split),
-        waiting_on_host=4.0 * weights.trained * method.gradients_on_host,
-        summed_bytes=_summed_bytes(method, split, weights),
-        waiting_calls=method.waiting_calls,
     )
-
-
-def _waiting(method: MethodMemory, split: ShardingSpec) -> int:
-    """Return the number of unsharded gradients on the device beside the one that is computed.
-
-    Strategies that gather weights otherwise have gradients in parts.
-    """
-    return method.gradients + (1 if split.gathers and (method.gradients or method.gradients_on_host) else 0)
-
-
-def _summed_bytes(method: MethodMemory, split: ShardingSpec, weights: NetworkWeights) -> tuple[float, float]:
-    """Return bytes of unsharded gradients in backward, for the first waiting call and for the next ones.
-
-    Strategies that gather weights otherwise have gradients in parts. The next calls also have the sum of the earlier
-    gradients.
-    """
-    computed = 1 if split.gathers and any(method.waiting_calls) else 0
-    return 4.0 * weights.trained * computed, 4.0 * weights.trained * (computed + method.gradients_in_backward)
 
 
 def _gradients_stay(config: TrainConfig, split: ShardingSpec) -> bool:

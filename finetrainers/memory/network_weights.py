@@ -27,7 +27,6 @@ class NetworkWeights:
         in_fp32: `id` of each other frozen weight in fp32 whatever dtype the network is loaded in.
         total, trained: number of parameters, and of trainable ones.
         largest: parameters of the largest trainable weight.
-        trained_outside: share of the trainable parameters outside blocks.
     """
 
     def __init__(self, network: nn.Module, spec: ModelSpec) -> None:
@@ -40,8 +39,6 @@ class NetworkWeights:
         self.total = sum(p.numel() for p in self.all)
         trainable = [p.numel() for p in self.all if p.requires_grad]
         self.trained, self.largest = sum(trainable), max(trainable, default=0)
-        within = sum(p.numel() for block in self.blocks for p in block if p.requires_grad)
-        self.trained_outside = 1 - within / self.trained if self.trained else 0.0
         self._cache: dict[Hashable, Any] = {}
 
     def bytes_cast(self, skip: list[str]) -> Mapping[int, float]:

@@ -52,7 +52,7 @@ Size = tuple[int, int, int]
 #: torch 2.13; 1.6 to 2.2 on an H200 with torch 2.11 for CUDA 13, 0.5 of it mapped files.
 PROCESS_GIB, CUDA_PROCESS_GIB = 0.6, 2.0
 #: Parts of the step that clips leave on the device until they are trained on.
-_OF_ROLLOUT = ("sampled trajectories", "gradients of clips", "activations of clips")
+_OF_ROLLOUT = ("sampled trajectories",)
 #: Part of the step that a network in host memory frees.
 _SLOTS = "slots of swapped blocks"
 #: Captions that are encoded at once before training.
@@ -248,9 +248,8 @@ class _Phases:
         self.step = {name: GIB * size for name, size in step.parts.items()}
         self.rollout_parts = {name: self.step[name] for name in _OF_ROLLOUT}
         self.total = GIB * step.total
-        #: Swapped blocks, offloaded activations, and gradients that wait for advantages.
-        self.swapped = step.swap.host + GIB * (step.offloaded + step.waiting_on_host)
-        self.computes_grads_in_rollout = method.computes_grads_in_rollout(config)
+        #: Swapped blocks and offloaded activations.
+        self.swapped = step.swap.host + GIB * step.offloaded
         self.weights = {name: self.step[name] for name in ("frozen weights", "trainable weights")}
         rest = (*self.weights, _SLOTS, "optimizer state", "moving average", "gradient buffers", "copies of the policy")
         self.persistent_bytes = {**self.stays, **{name: self.step[name] for name in rest}}
@@ -266,7 +265,7 @@ class _Phases:
 
     def on_gpu(self) -> dict[str, Mapping[str, float]]:
         """Return the bytes of each use in each phase that the run has."""
-        phases = {LOADING: self._loading(), TRAINING_STEP: self._training()}
+        phases = {LOADING: self._loading(), TRAINING_STEP: self.learning()}
         if self.around.encodes_text:
             before = self.texts if self.cached else self.persistent_bytes
             phases[ENCODING_TEXT] = {**before, "activations of the text encoders": self.around.text_bytes}
@@ -296,14 +295,6 @@ class _Phases:
         if self.precomputed and not self.cached:
             before = {**self.texts, **before}
         return {**before, "the VAE at work": working}
-
-    def _training(self) -> Mapping[str, float]:
-        if (
-            self.computes_grads_in_rollout
-        ):  # the step has a gradient already; a second is its share of those of all processes
-            gradient = 4.0 * self.trained
-            return {**self.persistent_bytes, "gradients of clips": gradient, "gradients": gradient, **self._rewards()}
-        return self.learning()
 
     def learning(self) -> Mapping[str, float]:
         """Return the bytes of each use in forward and backward passes."""
@@ -358,10 +349,7 @@ class _Phases:
         denoising = {**self.persistent_bytes, **trajectories, **self._sampling(self.around.bucket, batch * branches)}
         working = vae_working_bytes(self.spec, self.around.bucket, batch=batch)
         decoding = {**self.persistent_bytes, **trajectories, "the VAE at work": working}
-        moments = [denoising, decoding]
-        if self.computes_grads_in_rollout:
-            moments.append({**self.learning(), **self.experts})
-        return _largest(*moments)
+        return _largest(denoising, decoding)
 
     def _reward(self) -> Mapping[str, float]:
         scoring = {"activations of rewards": self.around.scoring or 0.0}

@@ -15,8 +15,6 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.hacking import HackingRule
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import TrainConfig, fields
-from finetrainers.data.buckets.windows import is_window
-from finetrainers.parallel.sharding import ShardingSpec
 from finetrainers.utils.text import plural
 
 if TYPE_CHECKING:
@@ -171,50 +169,11 @@ class MethodMemory:
         copies: bytes of further copies of the network's weights.
         trajectories: bytes of sampled latents.
         batch_size: clips that the network sees in one call.
-        gradients, gradients_on_host: numbers of gradients of all trained weights, unsharded and in fp32, that wait on
-            the device and in host memory while another gradient is computed.
-        gradients_in_backward: number of further gradients in backward.
-        waiting_calls: numbers of earlier calls of the network whose activations wait for a backward pass, at the most
-            during forward and during backward of another call.
     """
 
     copies: float
     trajectories: float
     batch_size: int
-    gradients: int = 0
-    gradients_on_host: int = 0
-    gradients_in_backward: int = 0
-    waiting_calls: tuple[int, int] = (0, 0)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A configuration that trains like a configuration with an open option.
-
-    Attributes:
-        option: the open option.
-        value: its value here.
-        config: the configuration with this value.
-        forward, backward: passes of the network for each clip; those of backward are repeated as blocks recompute.
-    """
-
-    option: str
-    value: str
-    config: TrainConfig
-    forward: float
-    backward: float
-
-    def cost(self, slower: float) -> float:
-        """Return the number of forward passes that take as long.
-
-        `slower` is the slowdown of forward and backward with recomputation.
-        """
-        return self.forward + self.backward * (2 + 3 * slower)
-
-    @property
-    def what(self) -> str:
-        """Description of the variant."""
-        return f"{self.value}: {self.forward:.3g} forward and {self.backward:.3g} backward passes for each clip"
 
 
 class MethodSpec:
@@ -315,12 +274,11 @@ class MethodSpec:
 
     def problems(self, config: TrainConfig) -> list[Problem]:
         """Return problems with options that a registry has to check: by default, with rewards."""
-        entries = config.validation.eval_reward
-        single = registry().compares_clips if self.samples else registry().single_clip_problem
+        # Prompts of methods that sample clips have the columns that rewards require; see `column_problems`.
         return [
             Problem("--eval_reward", f"{registry().single_clip_problem(entry)}", "unsupported")
-            for entry in entries
-            if single(entry)
+            for entry in config.validation.eval_reward
+            if (registry().compares_clips if self.samples else registry().single_clip_problem)(entry)
         ] + [
             Problem.from_error(f"--{option}", error)
             for option in ("reward", "eval_reward")
@@ -336,6 +294,8 @@ class MethodSpec:
         """Yield requirements of the plan that a checkpoint cannot meet; the configs of the checkpoint must be known."""
         yield from rewards_without_images(self.rewards(config))
         if plan.encodes_clips:
+            from finetrainers.data.buckets.windows import is_window  # imports PyAV, which help does without
+
             windows = {clip.bucket for clip in getattr(plan, "clips", ()) if is_window(clip)}
             yield from length_problems(config.data, facts, plan.buckets, windows)
 
@@ -390,19 +350,6 @@ class MethodSpec:
         """Return whether rewards score clips while further clips are sampled and decoded."""
         return False
 
-    def computes_grads_in_rollout(self, config: TrainConfig) -> bool:
-        """Return whether gradients are taken while clips are sampled, and not in the training step."""
-        return False
-
-    def variants(self, config: TrainConfig, split: ShardingSpec) -> list[Variant]:
-        """Return possible values of an option of the method that is left open, least memory first; empty if none is.
-
-        Args:
-            config: the run.
-            split: the sharding of its processes.
-        """
-        return []
-
     def weight_links(self, config: TrainConfig, step: int) -> list[str]:
         """Return names in the run directory that lead to the weights of a step's checkpoint, for other programs."""
         return []
@@ -429,6 +376,10 @@ class MethodSpec:
         file = None if data.dataset_file is None else current
         data = data.model_copy(update={"data_root": current, "dataset_file": file, "dataset": None})
         return config.model_copy(update={"data": data})
+
+    def resume_warnings(self, config: TrainConfig, saved: Mapping[str, Any]) -> Iterator[str]:
+        """Yield warnings about continuing a run; `saved` are the values of the method's state in the checkpoint."""
+        yield from ()
 
     def branches(self, config: TrainConfig) -> int:
         """Return the clips of a forward pass for each clip that is sampled: 2 with classifier-free guidance."""

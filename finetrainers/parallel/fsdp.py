@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from finetrainers.config.errors import ConfigError, Problem
@@ -188,34 +188,6 @@ class FSDP(Strategy):
             yield
         finally:
             model.set_requires_gradient_sync(True)  # type: ignore[operator]
-
-    def local_parameters(self, model: nn.Module) -> list[Tensor]:
-        names = trained_names(model)
-        gathered: dict[str, Tensor] = {}
-        for prefix, module in model.named_modules():
-            if isinstance(module, FSDPModule):
-                # Gathered once to be listed. The same tensors, without memory in between, are gathered for each
-                # forward pass.
-                module.unshard()
-                for name, weight in nn.Module.named_parameters(module, prefix=prefix):  # type: ignore[arg-type]
-                    if not isinstance(weight, DTensor):
-                        gathered[name] = weight
-                module.reshard()
-        return [gathered[name] for name in names]
-
-    def shared_gradients(self, gradients: Sequence[Tensor | None]) -> list[tuple[nn.Parameter, Tensor]]:
-        return [(weight, self._share(gradient, weight)) for weight, gradient in super().shared_gradients(gradients)]
-
-    def _share(self, gradient: Tensor, weight: nn.Parameter) -> Tensor:
-        """Average a gradient over all processes; each keeps its shard of the weight, on the shard's device."""
-        assert isinstance(weight, DTensor)
-        mean = gradient.to(self.device) / self.world_size
-        dist.all_reduce(mean)
-        local_shard = distribute_tensor(mean, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
-        return DTensor.from_local(
-            local_shard.clone().to(weight.device), weight.device_mesh, weight.placements, run_check=False,
-            shape=weight.shape, stride=weight.stride(),
-        )  # fmt: skip
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 

@@ -67,7 +67,6 @@ class Strategy(DistributedContext):
         can_drop_gradients: whether gradients can be dropped without an update at any point of a step.
         why_no_retry: why a step that ran out of memory cannot be retried, as the end of a sentence, or None if it can.
         why_no_swap: why blocks cannot be swapped, with the remedy, or None if they can.
-        why_no_local_gradients: why a process cannot have its own gradients, with the remedy, or None if it can.
         sequence_group: the processes that share this one's clips (`--sp_size`), or None if its clips are not shared.
         optimizer_shards: number of processes that the optimizer's state is divided over.
         optimizer_layout: name of the layout of a saved optimizer state (`reads_optimizer_of`). Checkpoints store it.
@@ -85,7 +84,6 @@ class Strategy(DistributedContext):
     can_drop_gradients = True
     why_no_retry: str | None = None
     why_no_swap: str | None = None
-    why_no_local_gradients: str | None = None
     optimizer_shards = 1
     optimizer_layout = "DDP, FSDP2 or one process"
 
@@ -287,24 +285,8 @@ class Strategy(DistributedContext):
         """
 
     def without_exchange(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Leave every process its own gradients of passes within the block; see `local_parameters`."""
+        """Leave every process its own gradients of passes within the block."""
         return nullcontext()
-
-    def local_parameters(self, model: nn.Module) -> list[Tensor]:
-        """Return the trained weights as they enter this process's forward passes, in order; every rank must call it.
-
-        `torch.autograd.grad` by them gives the gradient of this process alone, where `why_no_local_gradients` is None.
-        """
-        return list(self._parameters)
-
-    def shared_gradients(self, gradients: Sequence[Tensor | None]) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return weights with gradients to add to their own, from this process's gradients by `local_parameters`.
-
-        Every rank must call it. The gradients are averaged over ranks, unless `all_reduce` will do that, and divided as
-        weights are.
-        """
-        pairs = zip(self._parameters, gradients, strict=True)
-        return [(weight, gradient) for weight, gradient in pairs if gradient is not None]
 
     def all_reduce(self) -> None:
         """Replace gradients by their averages over ranks, unless the last backward pass has done so."""

@@ -149,9 +149,6 @@ class ZeRO(Strategy):
     shares_saving = True
     saves_optimizer_itself = True
     can_drop_gradients = False
-    why_no_local_gradients = (
-        "is not supported with DeepSpeed, which uses only the gradients of its backward pass; use DDP or --fsdp full"
-    )
     why_no_swap = "is not supported with DeepSpeed, which moves and broadcasts all weights; use DDP or --fsdp full"
     why_no_retry = (
         "DeepSpeed sums gradients in its own buffers during the backward pass: halve --batch_size and double "

@@ -18,7 +18,6 @@ from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import fits, with_reserve, without_reserve
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.spec import ModelSpec
-from finetrainers.parallel.sharding import expected_split
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.host_memory import read_host_memory
 from finetrainers.utils.launch import launched_rank, local_world_size
@@ -95,9 +94,7 @@ def choose_settings(checked: ResolvedRun, parallel: Strategy) -> tuple[TrainConf
     if config.validation.enable_model_cpu_offload is None and not (on_gpu and parallel.weights_are_movable):
         config = with_samples(config, offloads=False)
     method = method_spec(config)
-    has_variants = bool(method.variants(config, expected_split(config.parallel)))
     leaves_open = (
-        has_variants,
         "auto" in (config.memory.blocks_to_swap, config.memory.activation_memory),
         config.validation.enable_model_cpu_offload is None and checked.sampled,
         method.samples and None in (config.model.enable_slicing, config.model.enable_tiling),
@@ -105,7 +102,7 @@ def choose_settings(checked: ResolvedRun, parallel: Strategy) -> tuple[TrainConf
     if not any(leaves_open):
         return config, None
     if not on_gpu and config.memory.memory_budget is None:
-        return _resolve_on_cpu(config, checked, parallel, has_variants=has_variants), None
+        return _resolve_on_cpu(config), None
     memory = run_memory(checked)
     memory.device = TargetDevice("cuda" if on_gpu else parallel.device.type)
     memory.machine = _machine(config, memory, parallel)
@@ -174,40 +171,15 @@ def _machine(config: TrainConfig, memory: RunMemory, parallel: Strategy) -> Mach
     return Machine(free + other_bytes, host, flops, link, LAUNCH_S if device.type == "cuda" else 0.0)
 
 
-def _resolve_on_cpu(
-    config: TrainConfig, checked: ResolvedRun, parallel: Strategy, *, has_variants: bool
-) -> TrainConfig:
-    """Return the configuration with nothing moved, and the method's variant that fits the smallest machine's memory.
-
-    A CPU has no device memory to save.
-    """
+def _resolve_on_cpu(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with nothing moved: a CPU has no device memory to save."""
     memory = config.memory
     if memory.blocks_to_swap == "auto":
         config = with_blocks_to_swap(config, 0)
     if memory.activation_memory == "auto":
         print_line("activation memory: none, since a CPU has no device memory to save")
         config = with_choice(config, None)
-    if not has_variants:
-        return config
-    host_bytes = min(parallel.gather_objects([HOST_SHARE * read_host_memory().available / local_world_size()]))
-    settings = run_memory(checked).choose(config, machine=Machine(host_bytes, host_bytes, ASSUMED_FLOPS, ASSUMED_LINK))
-    _print_variant(settings)
-    return config if settings.variant is None else settings.variant.config
-
-
-def _print_variant(settings: AutoSettings) -> None:
-    """Print the variant of the method, and whether it fits."""
-    machine, variant = settings.machine, settings.variant
-    if machine is None or variant is None:
-        return
-    share = f"{file_size(settings.plan.peak)} of {file_size(machine.device)}"
-    if settings.fits:
-        print_line(f"{variant.option.replace('_', ' ')}: {variant.what}; the fastest that fits, {share}")
-    else:
-        print_line(
-            f"warning: --{variant.option} auto: {variant.value} takes the least memory, and does not fit either: "
-            f"{share}"
-        )
+    return config
 
 
 def _print_proposal(memory: RunMemory, settings: AutoSettings) -> None:
@@ -228,7 +200,6 @@ def _print_settings(settings: AutoSettings, *, warns: bool) -> None:
     """Print the chosen settings and, if `warns`, those that do not fit."""
     machine, plan = settings.machine, settings.plan
     assert machine is not None
-    _print_variant(settings)
     if settings.offloads_samples:
         print_line(
             "note: samples are drawn with the model's parts in host memory: they would not fit the "

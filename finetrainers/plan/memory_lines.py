@@ -67,10 +67,7 @@ def _phase_lines(plan: RunPlan) -> list[str]:
 
 def automatic_lines(config: TrainConfig, settings: AutoSettings) -> list[str]:
     """Return the choices for options set to `auto`, and the machine that they are for."""
-    memory, machine, variant = config.memory, settings.machine, settings.variant
-    lines = (
-        [] if variant is None else [f"--{variant.option} auto{'' if machine else ', where all fits'}: {variant.what}"]
-    )
+    memory, machine, lines = config.memory, settings.machine, list[str]()
     if machine is None:
         hint = "--gpu 24GB prints what is chosen for that GPU"
         if memory.blocks_to_swap == "auto":
@@ -185,10 +182,6 @@ def _settings_json(settings: AutoSettings) -> dict[str, Any]:
         record["blocks_to_swap"] = {"blocks": settings.swapped, "of": settings.num_blocks, "for_gpu": has_gpu}
     if settings.decoding:
         record["decoding"] = list(settings.decoding)
-    if (variant := settings.variant) is not None:
-        record[variant.option] = {
-            "value": variant.value, "forward": variant.forward, "backward": variant.backward, "fits": settings.fits,
-        }  # fmt: skip
     if settings.activations is not None:
         choice = settings.activations
         record["activation_memory"] = {

@@ -165,7 +165,7 @@ class RunMemory:
         return Run(
             plan, model, len(spec.block_modules(self.transformer)),
             may_offload_samples=is_unsharded and bool(around.sampled),
-            decodes=method_spec(config).samples, split=around.split,
+            decodes=method_spec(config).samples,
         )  # fmt: skip
 
     def _load_spec(self, model: ModelSection) -> ModelSpec:

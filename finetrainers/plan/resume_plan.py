@@ -422,6 +422,7 @@ def _warnings(
             "not be detected"
         )
     method, origin = method_spec(config), start.origin or {}
+    yield from method.resume_warnings(config, state["method"])
     if (
         method.uses_reference(config)
         and method.reference == "start"

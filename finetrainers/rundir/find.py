@@ -175,7 +175,9 @@ def _find_newest_verified(
 
 
 #: Entries of a state and their types.
-_STATE_TYPES: dict[str, type] = {"step": int, "critical": dict, "course": dict, "guards": dict, "schedule_start": int}
+_STATE_TYPES: dict[str, type] = {
+    "step": int, "critical": dict, "course": dict, "guards": dict, "method": dict, "schedule_start": int,
+}  # fmt: skip
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

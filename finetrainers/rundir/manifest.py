@@ -29,6 +29,8 @@ _INFORMATIVE: dict[str, type | tuple[type, ...]] = {
     "chosen": dict,
     "saved_at": (int, float),
 }
+#: Upper limit of the seconds since 1970 at which a checkpoint was saved.
+_LAST_TIME = 2.0**40
 #: The file without which a run cannot be continued.
 _STATE = "state.json"
 #: Files and folders that only resuming needs: a copy of a checkpoint to sample from may lack them.
@@ -83,12 +85,14 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
         for name, entry in manifest["files"].items():
             int(entry["size"]), str(entry["sha256"])
             path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts or not path.parts:
+            if path.is_absolute() or ".." in path.parts or not path.parts or not name.isprintable():
                 raise ValueError(f"{name!r} is not a file in the checkpoint")
         _check_checksum(manifest, content)
         for name, kind in _INFORMATIVE.items():  # of manifests without a checksum
             if name in manifest and not isinstance(manifest[name], kind):
                 del manifest[name]
+        if not 0 <= manifest.get("saved_at", 0) < _LAST_TIME:  # infinite, or beyond what dates can be
+            del manifest["saved_at"]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InputError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})", "unreadable") from None
     return manifest

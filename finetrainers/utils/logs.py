@@ -21,7 +21,7 @@ _CHATTER = (
 #: Warnings of torch about intended behavior: the prediction is a view, which is not changed in place, norms get fp32
 #: weights or inputs on purpose, and the compiled step of torchao's quantized optimizers is not cached on disk.
 _NO_NEWS = (
-    "In CPU autocast, but the target dtype is not supported",  # Mochi asks for fp32 there
+    "In CPU autocast, but the target dtype is not supported",  # a network may ask for fp32 there
     "FSDP2-wrapped module .* returned a view tensor",
     "Mismatch dtype between input and weight",
     "OptimState.* does not implement _stable_hash_for_caching",

@@ -29,17 +29,16 @@ def write_mp4(path: Path, frames: np.ndarray, *, fps: float, comment: str = "", 
         comment: description of the clip, as metadata of the file; see `read_comment`.
         max_bytes: size of the file; a larger one is encoded again with a limited rate.
     """
-    height, width = frames.shape[1] // 2 * 2, frames.shape[2] // 2 * 2
     path.parent.mkdir(parents=True, exist_ok=True)
     # A separate file for each process: those that share samples may write the same clip at the same time.
     unfinished = unfinished_path(path, f"tmp{path.suffix}")
     bits = 0 if max_bytes is None else 8 * max_bytes
     # The size is at most that of the buffer and what the rate fills in the duration of the clip.
-    limited = {"maxrate": str(int(0.6 * bits * fps / len(frames))), "bufsize": str(int(0.25 * bits))}
+    limited = {"maxrate": str(int(0.6 * bits * fps / frames.shape[0])), "bufsize": str(int(0.25 * bits))}
     try:
-        _encode(unfinished, frames[:, :height, :width], fps=fps, comment=comment)
+        _encode(unfinished, frames, fps=fps, comment=comment)
         if max_bytes is not None and unfinished.stat().st_size > max_bytes:
-            _encode(unfinished, frames[:, :height, :width], fps=fps, comment=comment, **limited)
+            _encode(unfinished, frames, fps=fps, comment=comment, **limited)
         unfinished.replace(path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
@@ -50,12 +49,12 @@ def _encode(path: Path, frames: np.ndarray, *, fps: float, comment: str, **optio
     with av.open(str(path), "w") as container:
         container.metadata["comment"] = comment
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
-        stream.height, stream.width = frames.shape[1:3]
+        stream.height, stream.width = height, width = [side // 2 * 2 for side in frames.shape[1:3]]
         stream.pix_fmt = "yuv420p"
         # With x264's macroblock tree, tiny frames were encoded differently from one time to the next.
         stream.options = {"crf": "18", "x264-params": "mbtree=0", **options}
         for image in frames:
-            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(image[:height, :width]), format="rgb24")
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
 

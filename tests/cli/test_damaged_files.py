@@ -61,6 +61,7 @@ def test_manifests_with_wrong_values(odd: Path) -> None:
     values = [
         ("guards", [1]), ("step", "x"), ("course", {**course, "stretches": [0.5]}), ("critical", None),
         ("course", {**course, "stretches": []}), ("initial", {"kind": "full"}), ("initial", [1]),
+        ("method", None),
     ]  # fmt: skip
     for name, value in values:
         (checkpoint / "state.json").write_text(json.dumps({**state, name: value}))
@@ -70,8 +71,10 @@ def test_manifests_with_wrong_values(odd: Path) -> None:
         kind = "unreadable" if name == "course" else "invalid"
         assert (code, problems) == (2, [("--resume_from_checkpoint", kind)]), name
     (checkpoint / "state.json").write_text(json.dumps(state))
-    (checkpoint / MANIFEST).unlink()
-    write_manifest(checkpoint, facts=facts)
+    for saved_at in (float("-inf"), float("nan"), 10**400, facts["saved_at"]):
+        (checkpoint / MANIFEST).unlink()
+        write_manifest(checkpoint, facts={**facts, "saved_at": saved_at})
+        assert refused_command(["ckpt", "ls", "runs/sft"]) == (0, []), saved_at
     manifest = (checkpoint / MANIFEST).read_text()
     (checkpoint / "ema.safetensors").rename(odd / "ema.safetensors")
     (checkpoint / MANIFEST).unlink()

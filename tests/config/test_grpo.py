@@ -178,6 +178,17 @@ def test_the_sampler_follows_from_model_and_algorithm():
     assert kernel(section(sampler="cps"), is_flow=False) == "cps"
 
 
+def test_gradients_without_replay_were_removed(caplog: pytest.LogCaptureFixture) -> None:
+    run = {"model_name": "m", "pretrained_model_name_or_path": "repo", "method": "grpo"}
+    load_config(**run, rollout_gradients="replay")  # as every earlier version wrote it
+    assert not caplog.records
+    load_config(**run, rollout_gradients="retain", resume_from_checkpoint="latest")
+    assert "replay" in caplog.text
+    with refused_options(("rollout_gradients", "unsupported")) as error:
+        load_config(**run, rollout_gradients="reweight")
+    assert "--init_same_noise" in str(error.value)
+
+
 @pytest.mark.parametrize("given", [{"rl_algorithm": "nft"}, {"grpo_preset": "nft"}])
 def test_nft_was_an_algorithm_of_grpo(given: dict[str, str], caplog, tmp_path: Path) -> None:
     model = {"model_name": "m", "pretrained_model_name_or_path": "repo"}

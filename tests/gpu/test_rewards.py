@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from every_family import FAMILIES
@@ -18,25 +17,6 @@ def test_ratios_are_one_under_autocast_and_checkpointing(device: str, family: st
     assert run.curve("ratio_error") == [0.0]
     assert run.curve("ratio") == pytest.approx([1.0], abs=1e-6)
     assert all(math.isfinite(norm) and norm > 0 for norm in run.curve("grad_norm"))
-
-
-WITHOUT_REPLAY: list[tuple[str, str, dict[str, Any]]] = [
-    ("ltx_video", "reweight", {}),
-    ("ltx_video", "retain", {}),
-    ("ltx_video", "retain", {"activation_memory": "offload"}),
-    ("hunyuan_video", "retain", {"blocks_to_swap": 4, "gradient_checkpointing": True}),
-]
-
-
-@pytest.mark.parametrize(("device", "family", "how", "options"), cases(*WITHOUT_REPLAY, on_cpu=0))
-def test_updates_without_replay_are_those_of_replay(
-    device: str, family: str, how: str, options: dict[str, Any], start: Callable[..., Run]
-) -> None:
-    """Graphs wait while other clips go through the same blocks, whose weights or activations may be on the host."""
-    common = {**fp32(family), "method": "grpo", "train_steps": 1, "batch_size": 1, "best_of_n": 2, **options}
-    replayed, found = (start(device, family, **common, rollout_gradients=one) for one in ("replay", how))
-    for name in ("reward/brightness", "loss", "grad_norm", "gradient/0.75-1.00"):
-        assert found.curve(name) == pytest.approx(replayed.curve(name), rel=1e-4), name
 
 
 @pytest.mark.gpu

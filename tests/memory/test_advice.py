@@ -33,7 +33,7 @@ def test_every_switch_is_a_valid_flag() -> None:
         changed = with_options_set(CONFIG, [switch])
         for name, value in switch.options.items():
             assert config.get(name) == changed.get(name) == value
-            assert changed.get(name) != CONFIG.get(name) or name in ("precompute_batch_size", "rollout_gradients")
+            assert changed.get(name) != CONFIG.get(name) or name == "precompute_batch_size"
         assert any(meets_needs(with_options_set(CONFIG, [other]), switch) for other in MEMORY_OPTIONS)
         assert switch.cost[0].islower()
         assert not switch.cost.endswith(".")
@@ -201,20 +201,3 @@ def test_slowdown_in_words() -> None:
     assert said(12.4, times[2]).startswith("+12 %, ")
     assert said(0.0, times[2]) == "not measured"
     assert said(-5.0) == "-5 %"
-
-
-def test_a_way_that_only_saves_time_is_taken_back() -> None:
-    """Other options that the user has set stay."""
-    config = with_options_set(CONFIG, [MemoryOption({"rollout_gradients": "retain"}, "", 0.0)])
-
-    def outcome(config: TrainConfig) -> Outcome:
-        return Outcome({"rollout": {"retain": 30.0, "replay": 10.0}[config.grpo.rollout_gradients]})
-
-    found = cheapest(config, outcome, budget=20.0)
-    assert found is not None
-    assert [one.switch.flags for one in found.switches] == ["--rollout_gradients replay"]
-    assert found.switches[0].saves == 20.0
-    assert found.config.grpo.rollout_gradients == "replay"
-    kept = cheapest(config, outcome, budget=40.0)
-    assert kept is not None
-    assert kept.config.grpo.rollout_gradients == "retain"

@@ -4,8 +4,9 @@ Usage: rank.py JOBS OUT, where JOBS is a folder into which tests put jobs (see `
 names to jobs. These are options of a run, plus `_fail_saving_on` (a rank), `_slow_saving` (seconds), `_zero_stage` (of
 DeepSpeed), `_poisoned` (how many of the first micro-batches have a loss of NaN) `_measured_on` (a rank on which a step
 takes slightly more memory than there is, with `--activation_memory auto`) `_least_file_bytes` (of weight files that
-ranks share), `_copied` (whether weights are loaded in turns, in the dtype that is trained), and `_damaged` (a file in
-which a byte changes before; then no process reads a whole checkpoint for itself).
+ranks share), `_copied` (whether weights are loaded in turns, in the dtype that is trained), `_scores_latents` (whether
+rewards score latents), and `_damaged` (a file in which a byte changes before; then no process reads a whole checkpoint
+for itself).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_replay import score_latents
 from rank_jobs import served
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
@@ -89,6 +91,8 @@ def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
         patch.setattr("finetrainers.training.trained_weights.LEAST_FILE_BYTES", options.pop("_least_file_bytes"))
     if options.pop("_copied", False):
         patch.setattr("finetrainers.training.assemble.mapped_dtype", lambda *_: None)
+    if options.pop("_scores_latents", False):
+        score_latents(patch)
     hashed: list[str] = []
     if "_damaged" in options:
         damage(Path(options.pop("_damaged")))

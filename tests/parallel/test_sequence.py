@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from every_family import CHECKPOINTS
+from plain_replay import score_latents, share_nothing
 from random_predictions import spec_of
 from rank_jobs import Jobs
 from refusals import refused_options
@@ -44,6 +45,7 @@ NFT = {
     "init_same_noise": False,
     "train_steps": 1,
 }  # fmt: skip
+GRPO = {"method": "grpo", "_scores_latents": True}
 #: Options of four processes in groups of two. One process with whole clips has twice the batch.
 JOBS: dict[str, dict[str, Any]] = {
     "lora": LORA,
@@ -63,14 +65,14 @@ JOBS: dict[str, dict[str, Any]] = {
         "activation_memory": "keep_attention",
     },
     "ring, grpo": {
-        **PROMPTS, "method": "grpo", "sp_mode": "ring", "fsdp": "full", "prompts_per_step": 2, "num_generations": 2,
+        **PROMPTS, **GRPO, "sp_mode": "ring", "fsdp": "full", "prompts_per_step": 2, "num_generations": 2,
         "kl_coef": 0.1, "train_steps": 1,
     },
     "ring, groups": {**DPO, "sp_mode": "ring"},
     "fsdp2": {**SAMPLES, "fsdp": "full", "train_steps": 2, "max_grad_norm": 0.02},
     "zero-3": ZERO,
     "grpo": {
-        **PROMPTS, "method": "grpo", "prompts_per_step": 2, "best_of_n": 2, "batch_size": 2, "kl_coef": 0.1,
+        **PROMPTS, **GRPO, "prompts_per_step": 2, "best_of_n": 2, "batch_size": 2, "kl_coef": 0.1,
         "keep_rollouts_every": 1,
     },
     "nft": NFT,
@@ -201,7 +203,12 @@ def alone(four: Jobs, options: Callable[..., dict], tmp_path_factory: pytest.Tem
         larger = "gradient_accumulation_steps" if "lora_dropout" in JOBS[name] else "batch_size"
         strategy |= {"sp_size": 1, larger: groups * JOBS[name].get(larger, 1)}
         folders[known] = tmp_path_factory.mktemp("alone") / "run"
-        train(load_config(**job(four.root, folders[known], options, name, **strategy)))
+        values = job(four.root, folders[known], options, name, **strategy)
+        with pytest.MonkeyPatch.context() as patch:
+            if values.pop("_scores_latents", False):
+                share_nothing(patch)
+                score_latents(patch)
+            train(load_config(**values))
         return folders[known]
 
     return train_alone
@@ -215,6 +222,8 @@ def test_groups_train_as_processes_with_whole_clips(name: str, four: Jobs, alone
     if "reward" in JOBS[name]:  # advantages and ratios enlarge what is rounded
         found = [metrics(path, "loss", "grad_norm", "reward/brightness") for path in (directory, whole)]
         torch.testing.assert_close(*found, rtol=2e-3, atol=1e-6)
+        if "_scores_latents" in JOBS[name]:  # the gradient of plain replay
+            assert float(found[0][0, 1]) == pytest.approx(float(found[1][0, 1]), rel=2e-6)
         ours, theirs = weights(directory), weights(whole)
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
         kept = [sorted(path.name for path in one.glob("rollouts/*/*")) for one in (directory, whole)]

@@ -114,6 +114,7 @@ def test_a_manifest_without_its_own_checksum_is_read(checkpoint: Path) -> None:
         ({"state.json": {"size": 2, "sha256": "x"}, "../a": {"size": 1, "sha256": "x"}}, "'../a'"),
         ({"state.json": {"size": 2, "sha256": "x"}, "/etc/a": {"size": 1, "sha256": "x"}}, "'/etc/a'"),
         ({"state.json": {"size": 2, "sha256": "x"}, ".": {"size": 1, "sha256": "x"}}, "'.'"),
+        ({"state.json": {"size": 2, "sha256": "x"}, "\u202e": {"size": 1, "sha256": "x"}}, r"'\u202e'"),
     ],
 )
 def test_a_manifest_that_vouches_for_nothing_is_damage(checkpoint: Path, files: dict, name: str) -> None:

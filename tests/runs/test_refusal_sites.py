@@ -87,7 +87,6 @@ AFTER = {
         methods/dpo/pairs.py: PairFetch.__call__
         methods/grpo/advantage.py: _values
         methods/grpo/prompts/images.py: ImageConditioning.network_inputs
-        methods/grpo/no_replay/no_replay.py: RolloutGradients.scored, gradient_advice
         methods/grpo/prompts/prompt_embeddings.py: _write
         methods/grpo/prompts/source.py: PromptSource._require
         methods/refl.py: RewardGradients._adjoint
@@ -156,7 +155,6 @@ AFTER = {
         plan/parts.py: _lora_conflicts 2
         memory/checkpointing.py: _run_keeping_attention
         memory/quantization.py: QuantizedLinear.__getattr__
-        methods/grpo/no_replay/group_gradients.py: GroupClips.pop_selected, GroupGradients._factors
         methods/registry.py: register_method 2
         models/registry.py: tiny_builder 2
         models/split/sequence.py: SplitAttend.__call__

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from plain_replay import compare_with_plain_replay
 from torch import Tensor, nn
 
 from finetrainers.cli.cache import _needed_keys
@@ -202,11 +203,23 @@ def test_clips_of_a_prompt_start_from_its_image(
 
 
 @pytest.mark.rotating
+@pytest.mark.parametrize(("family", "version"), FROM_IMAGES)
+def test_clips_from_an_image_learn_as_by_plain_replay(
+    family: str, version: str | None, options: Any, tmp_path: Path
+) -> None:
+    given = options(family, version, batch_size=1, reward=["brightness"], eval_prompts=None, sampling_steps=4)
+
+    def gradient(name: str) -> float:
+        return train({**given, "output_dir": str(tmp_path / name)})[1]["ratio_error"]
+
+    assert compare_with_plain_replay(gradient) == (0.0, 0.0)
+
+
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "changes",
-    [{"method": "nft", "init_same_noise": False}, {"method": "refl", "draft_k": 2},
-     {"rollout_gradients": "reweight", "rollout_cfg": 3.0}],
-    ids=["nft", "refl", "reweight"],
+    [{"method": "nft", "init_same_noise": False}, {"method": "refl", "draft_k": 2}, {"rollout_cfg": 3.0}],
+    ids=["nft", "refl", "grpo"],
 )  # fmt: skip
 def test_other_ways_to_learn_start_from_images(
     changes: dict[str, Any], options: Any, monkeypatch: pytest.MonkeyPatch

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from finetrainers.diffusion.policy import Transitions, log_density, transition_mean
+from finetrainers.diffusion.policy import Transitions, log_densities, log_density, transition_mean
 from finetrainers.methods.base import MethodParts, Metrics, Step
 from finetrainers.models.spec import PromptEmbeds
 from finetrainers.utils.device import to_device
 
-from .no_replay.no_replay import LocalGradient, ReducedGradient
 from .objective import (
-    by_noise,
     clip_range,
     clipped_ratio,
     gradient_by_noise,
@@ -31,9 +32,9 @@ from .objective import (
     without_drift,
 )
 from .prompts.source import PromptSource
-from .rollout.batches import Part
+from .rollout.batches import Part, SharedInputs
 from .rollout.collect import RolloutBatch
-from .rollout_method import RolloutMethod, TimedStep
+from .rollout_method import RolloutMethod
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +47,17 @@ class Transition:
     """One trained transition of each of some clips, ready for the loss.
 
     Attributes:
-        before, after: latents on both sides, `[B, C, T, H, W]` fp32.
-        time: process time before the transition, `[B]`.
+        before: latents before it, `[R, C, T, H, W]` fp32: R are the B clips, or the inputs that they share.
+        after: latents after it, `[B, C, T, H, W]` fp32.
+        time: process time before it, `[R]`.
         step: the transition's coefficients, `[B]`.
         length: decrease of the noise level, `[B]`.
         log_old, mean_old: log-density and mean under the policy that sampled it; see `Replay`.
         advantage: `[B, K]`; see `Advantages.terms`.
         weight: share of each clip in the step's loss, times its step's weight, `[B]`; 0 for clips that only fill up.
         share: share of each clip in the step's loss, `[B]`, for averages of metrics.
-        conditions: text conditioning, as `Sampler.predict` takes it.
+        conditions: text conditioning of the R inputs, as `Sampler.predict` takes it.
+        sharing: numbers of consecutive clips that share an input, or None if each has its own.
         is_first: whether it is the first micro-batch of its update.
         is_fresh: whether the policy is still the one that sampled.
     """
@@ -70,11 +73,19 @@ class Transition:
     weight: Tensor
     share: Tensor
     conditions: PromptEmbeds
+    sharing: list[int] | None
     is_first: bool
     is_fresh: bool
 
+    def by_clip(self, inputs: Tensor) -> Tensor:
+        """Return `[B, ...]`, for each clip the row of its input in `[R, ...]`; gradients of an input's clips add up."""
+        if self.sharing is None:
+            return inputs
+        rows = zip(inputs.split(1), self.sharing, strict=True)
+        return torch.cat([row.expand(count, *row.shape[1:]) for row, count in rows])
 
-class GRPO(RolloutMethod[RolloutBatch, Transition | ReducedGradient]):
+
+class GRPO(RolloutMethod[RolloutBatch, Transition]):
     """Group relative policy optimization of any registered model."""
 
     def __init__(self, parts: MethodParts[PromptSource]) -> None:
@@ -94,17 +105,19 @@ class GRPO(RolloutMethod[RolloutBatch, Transition | ReducedGradient]):
     def micro_batch(self, transformer: nn.Module, collected: RolloutBatch, rollout: int, part: Part) -> Transition:
         """Return one trained transition of each clip of a part."""
         device, tables, k = self.sampler.device, self.sampler.tables, part.repeat
-        replays = [collected.replays[i] for i in part.clips]
-        steps = torch.stack([replay.steps[k] for replay in replays])
+        steps = torch.stack([collected.replays[i].steps[k] for i in part.clips])
         share = to_device(torch.tensor(part.shares), device)
+        ends = list(accumulate(part.sharing or [1] * len(part.clips)))
+        inputs = [0, *ends[:-1]]  # the first clip of each input
 
-        def stacked(name: str) -> Tensor:
+        def stacked(name: str, clips: Sequence[int] = part.clips) -> Tensor:
+            replays = [collected.replays[i] for i in clips]
             return to_device(torch.stack([getattr(replay, name)[k] for replay in replays]), device).float()
 
         return Transition(
-            before=stacked("before"),
+            before=stacked("before", [part.clips[i] for i in inputs]),
             after=stacked("after"),
-            time=self.sampler.time(steps),
+            time=self.sampler.time(steps[inputs]),
             step=tables.stochastic.at_steps(steps, device),
             length=to_device(tables.lengths[steps.cpu()].float(), device),
             log_old=stacked("log_old"),
@@ -112,62 +125,41 @@ class GRPO(RolloutMethod[RolloutBatch, Transition | ReducedGradient]):
             advantage=to_device(collected.advantages[part.clips], device),
             weight=share * to_device(tables.weights[steps.cpu()].float(), device),
             share=share,
-            conditions=self.collector.source.conditions([collected.jobs[i].prompt for i in part.clips]),
+            conditions=self.collector.source.conditions([collected.jobs[part.clips[i]].prompt for i in inputs]),
+            sharing=part.sharing,
             is_first=part.is_first,
             is_fresh=part.update == 0,
         )
 
-    def update_steps(
-        self, transformer: nn.Module, collected: RolloutBatch, rollout: int
-    ) -> Iterator[Step[Transition | ReducedGradient]]:
-        if not self.collector.learns:
-            yield from super().update_steps(transformer, collected, rollout)
-            return
-        assert collected.gradient is not None
-        items = [collected.gradient] if sum(collected.trained_by_rank) else []
-        yield TimedStep(
-            items, self.shared, metrics={**collected.stats, "updates_skipped": float(not items)},
-            device=self.sampler.device, look=self.look,
-        )  # fmt: skip
+    def shared_inputs(self, collected: RolloutBatch) -> SharedInputs | None:
+        return collected.shared
 
-    def dry_steps(self, transformer: nn.Module) -> Iterator[tuple[str, Step[Transition | ReducedGradient]]]:
-        waits, held = self.collector.waits, list[Tensor]()
-        if waits is None:
-            yield from super().dry_steps(transformer)
-            return
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **({"shares_starts": True} if self.collector.shares_starts else {})}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        # A run of an earlier version goes on as it began: sharing rounds differently.
+        self.collector.shares_starts = self.collector.shares_starts and state.get("shares_starts", False)
+        super().load_state_dict({name: value for name, value in state.items() if name != "shares_starts"})
+
+    def dry_steps(self, transformer: nn.Module) -> Iterator[tuple[str, Step[Transition]]]:
         collected = self.dummy_rollout()
-
-        def make(part: Part) -> Transition:
-            """Return a micro-batch, with memory held as while a clip is sampled and while one goes backward."""
-            held.clear()  # after an OOM
-            batch = self.micro_batch(transformer, collected, 0, part)
-            weights = [w for w in transformer.parameters() if w.requires_grad]
-            held.extend(
-                torch.zeros(w.shape, device=batch.before.device) for _ in range(waits.gradients) for w in weights
-            )
-            sampled, backward = waits.waiting_calls
-            graphs = [self._mean(transformer, batch)[0] for _ in range(sampled + 1 if sampled else 0)]
-            held.extend(graphs[:backward])
-            return batch
-
-        part = Part([0], [1.0], repeat=0, update=1, is_first=True)  # clips go through the network one by one
-        yield "a rollout's transition", Step([part], make)
-        held.clear()
-
-    def shared(self, local: LocalGradient) -> ReducedGradient:
-        """Return the gradients reduced over all processes, which all call this."""
-        return ReducedGradient(self.collector.parallel.shared_gradients(local.weights), local)
+        # By the inputs of a call, then by the clips that share them; of each kind, the largest.
+        parts = sorted(self.parts(collected, 0)[0], key=lambda part: (len(part), len(part.clips)))
+        for part in reversed({part.sharing is None: part for part in parts}.values()):
+            name = "a rollout's micro-batch" if part.sharing is None else "a rollout's shared inputs"
+            part = replace(part, update=1, is_first=True)
+            yield name, Step([part], partial(self.micro_batch, transformer, collected, 0))
 
     # ---- loss --------------------------------------------------------------------------------------------------
 
-    def loss(self, transformer: nn.Module, batch: Transition | ReducedGradient) -> tuple[Tensor, Metrics]:
-        if isinstance(batch, ReducedGradient):
-            loss = batch.as_loss()
-            return loss, {"loss": loss.detach(), **by_noise(batch.local.norms, batch.local.levels)}
+    def loss(self, transformer: nn.Module, batch: Transition) -> tuple[Tensor, Metrics]:
         # Samples between the updates of a rollout may have changed the mode, of the network below its wrapper too.
         transformer.eval()
         prediction, mean = self._mean(transformer, batch)
-        log_new = log_density(batch.after, mean, batch.step.std)
+        # As in the rollout, where shared transitions are compared clip by clip.
+        density = log_density if batch.sharing is None else log_densities
+        log_new = density(batch.after, mean, batch.step.std)
         if self.section.ratio_norm:
             assert batch.mean_old is not None
             log_new = without_drift(log_new, batch.log_old, mean, batch.mean_old, batch.step.std)
@@ -186,14 +178,15 @@ class GRPO(RolloutMethod[RolloutBatch, Transition | ReducedGradient]):
             values["kl"] = divergence.detach()
         metrics = {name: (batch.share * value).sum() for name, value in values.items()}
         metrics["ratio_error"] = self._increase_ratio_error(batch, objective.ratio)
-        alpha, sigma = self.sampler.process.alpha_sigma(batch.time)
+        alpha, sigma = self.sampler.process.alpha_sigma(batch.by_clip(batch.time))
         metrics |= gradient_by_noise(loss, prediction, sigma / (alpha + sigma))
         return loss, {"loss": loss.detach(), **metrics}
 
     def _mean(self, transformer: nn.Module, batch: Transition) -> tuple[Tensor, Tensor]:
-        """Return the network's prediction, and the mean of the transition that it makes."""
-        prediction = self.sampler.predict(transformer, batch.before, batch.time, batch.conditions)
-        return prediction, transition_mean(self.sampler.process, prediction, batch.before, batch.time, batch.step)
+        """Return the network's prediction for each clip, and the mean of the transition that it makes."""
+        prediction = batch.by_clip(self.sampler.predict(transformer, batch.before, batch.time, batch.conditions))
+        before, time = batch.by_clip(batch.before), batch.by_clip(batch.time)
+        return prediction, transition_mean(self.sampler.process, prediction, before, time, batch.step)
 
     def _divergence(
         self, reference: AbstractContextManager[nn.Module], batch: Transition, prediction: Tensor, mean: Tensor

@@ -15,7 +15,6 @@ from finetrainers.config.grpo import (
     kernel,
     step_range,
     trained_steps,
-    why_no_rollout_gradients,
 )
 from finetrainers.config.hacking import hacking_rule, held_out_rewards
 from finetrainers.config.methods import trait
@@ -85,7 +84,6 @@ def check_rollouts(config: TrainConfig, facts: Facts, *, world_size: int, copies
 
 def check_policy_gradients(config: TrainConfig, *, is_flow: bool) -> Iterator[Finding]:
     """Check the rules of methods that train the rollout's steps."""
-    yield from _check_rollout_gradients(config)
     yield from _check_noise(config.grpo, is_flow=is_flow)
     yield from _check_window(config)
 
@@ -217,36 +215,6 @@ def _check_policy(config: TrainConfig) -> Iterator[Finding]:
         yield (
             f"--rollout_cfg {section.rollout_cfg:g} with --updates_per_rollout {section.updates_per_rollout}: "
             "guidance amplifies the effect of an update on a step; one update per rollout is safer"
-        )
-
-
-def _check_rollout_gradients(config: TrainConfig) -> Iterator[Finding]:
-    """Check that gradients can be taken without replay, if requested, and that it saves anything."""
-    section, name = config.grpo, "rollout_gradients"
-    mode, size = section.rollout_gradients, section.num_generations
-    if mode in ("replay", "auto"):
-        return
-    for reason in why_no_rollout_gradients(section):
-        yield name, f"{mode}: {reason}", "conflict"
-    clips_per_prompt = section.best_of_n or size
-    num_forward = 1 if config.memory.stored == "none" else 2  # per backward pass: two with checkpointing
-    if mode == "retain":
-        if clips_per_prompt == size:
-            yield (
-                "--rollout_gradients retain saves nothing if all clips are trained: reweight takes as long, and "
-                "stores no activations"
-            )
-        if section.offload_trajectory:
-            yield (
-                "--offload_trajectory has no effect with --rollout_gradients retain, which stores no latents; "
-                "--activation_memory offload stores activations in host memory"
-            )
-    elif size * (1 + num_forward) > clips_per_prompt * (2 + num_forward):
-        yield (
-            f"--rollout_gradients reweight runs a backward pass for all {size} clips of a prompt, which costs more "
-            f"than replaying the {clips_per_prompt} of --best_of_n {clips_per_prompt}; it saves time from about "
-            f"{math.ceil(size * (1 + num_forward) / (2 + num_forward))} of {size}. retain runs only those of the "
-            "trained clips"
         )
 
 

@@ -19,7 +19,7 @@ from finetrainers.utils.phases import ROLLOUT, phase
 
 from .prompts.selective_rollouts import SelectiveRollouts
 from .prompts.source import PromptSource
-from .rollout.batches import Part, Rollout, parts_of_updates
+from .rollout.batches import Part, Rollout, SharedInputs, parts_of_updates
 from .rollout.collect import RolloutCollector, timed
 from .rollout.evaluate import PromptEvaluation
 
@@ -68,6 +68,10 @@ class RolloutMethod(ABC, Generic[R, T]):
     def micro_batch(self, transformer: nn.Module, collected: R, rollout: int, part: Part) -> T:
         """Return a micro-batch on the device."""
 
+    def shared_inputs(self, collected: R) -> SharedInputs | None:
+        """Return the inputs that clips share the first time that they are trained in a step, by default none."""
+        return None
+
     def collect(self, transformer: nn.Module, rollout: int) -> R:
         """Return a rollout of the policy that samples, by default the one that is trained."""
         companions, parallel = self.sampler.spec.experts, self.collector.parallel
@@ -88,23 +92,27 @@ class RolloutMethod(ABC, Generic[R, T]):
 
     def update_steps(self, transformer: nn.Module, collected: R, rollout: int) -> Iterator[Step[T]]:
         """Yield the optimizer steps of a rollout. A step without clips on any rank is empty."""
-        parallel = self.collector.parallel
-        for parts in parts_of_updates(
+        for parts in self.parts(collected, rollout):
+            yield TimedStep(
+                parts,
+                partial(self.micro_batch, transformer, collected, rollout),
+                metrics={**collected.stats, "updates_skipped": float(not parts)},
+                device=self.collector.parallel.device,
+                look=self.look,
+            )
+
+    def parts(self, collected: R, rollout: int) -> list[list[Part]]:
+        """Return the clips of each micro-batch of each optimizer step of a rollout."""
+        return parts_of_updates(
             collected,
-            data_rank=parallel.data_rank,
+            data_rank=self.collector.parallel.data_rank,
             batch_size=self.collector.batch_size,
             updates=self.updates,
             repeats=self.repeats,
             seed=self.seed,
             rollout=rollout,
-        ):
-            yield TimedStep(
-                parts,
-                partial(self.micro_batch, transformer, collected, rollout),
-                metrics={**collected.stats, "updates_skipped": float(not parts)},
-                device=parallel.device,
-                look=self.look,
-            )
+            shared=self.shared_inputs(collected),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         selection = self.selection
@@ -127,8 +135,7 @@ class RolloutMethod(ABC, Generic[R, T]):
 
     def dry_steps(self, transformer: nn.Module) -> Iterator[tuple[str, Step[T]]]:
         """Yield one micro-batch as a rollout gives it, of clips that were not sampled."""
-        collected = self.dummy_rollout()
-        count = len(collected.jobs)
+        collected, count = self.dummy_rollout(), self.collector.batch_size
         part = Part(list(range(count)), [1.0 / count] * count, repeat=0, update=1, is_first=True)
         yield "a rollout's micro-batch", Step([part], partial(self.micro_batch, transformer, collected, 0))
 

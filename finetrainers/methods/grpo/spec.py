@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,18 +13,18 @@ from finetrainers.config.checks.findings import Finding
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
-from finetrainers.config.grpo import trained_steps, why_no_rollout_gradients
+from finetrainers.config.grpo import prompts_per_process, trained_steps
 from finetrainers.config.hacking import HackingRule, hacking_rule
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import TrainConfig, fields
-from finetrainers.methods.spec import MethodMemory, MethodSpec, TrainingSet, Variant
-from finetrainers.parallel.sharding import ShardingSpec
+from finetrainers.methods.spec import MethodMemory, MethodSpec, TrainingSet
+from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.text import plural
 
-from .no_replay.gradient_plan import computes_grads_in_rollout, passes, sampled_clips, waiting_memory
 from .option_rules import CLIP_OPTIONS, check_noiseless, check_policy_gradients, check_rollouts
 from .prompts.plan import PromptPlan, column_problems, image_problems, plan_prompts
 from .prompts.prompts import empty_beside, overwritten_embeddings
+from .rollout.clip_counts import sampled_clips, shared_rows, shares_starts
 
 if TYPE_CHECKING:
     from finetrainers.models.spec import ModelSpec
@@ -36,6 +35,8 @@ _ANY_SIZE = (1, 256, 256)
 #: In `prompt_embeddings_dir`, the cache that a preparation works in.
 _SCRATCH = ".encoding"
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+#: Latents in backward of the loss of a clip, counted with a KL penalty (12.2; without one 9.1).
+_LATENTS_PER_CLIP = 12
 #: Replacements for options of training on clips.
 _INSTEAD = {
     "target_fps": "--reward_fps is the rate at which clips are scored",
@@ -245,36 +246,20 @@ class PolicyGradients(RewardFinetuning):
     def repeats(self, config: TrainConfig) -> int:
         return trained_steps(config.grpo)
 
-    def strategy_problems(self, config: TrainConfig, parallel: Any) -> Iterator[Problem]:
-        yield from super().strategy_problems(config, parallel)
-        if not self.computes_grads_in_rollout(config):
-            return
-        if parallel.why_no_local_gradients is not None:
-            yield Problem("--rollout_gradients", f"{parallel.why_no_local_gradients}; or use replay", "unsupported")
-        if parallel.scales_loss:
-            message = (
-                "gradients are computed while sampling, without the loss scaling that fp16 requires; use bf16, or "
-                "replay"
-            )
-            yield Problem("--rollout_gradients", message, "conflict")
-
     def accumulates(self, config: TrainConfig) -> bool:
-        return not self.computes_grads_in_rollout(config) and super().accumulates(config)
+        if super().accumulates(config):
+            return True
+        # Clips that would fill one micro-batch take two if some share no inputs, or if their inputs are more.
+        prompts = prompts_per_process(config.grpo, config.parallel.data_size(launched_processes()))
+        is_cut = _shared_rows(config) < min(prompts, config.dataloader.batch_size)
+        return shares_starts(config) and (is_cut or config.grpo.timestep_fraction < 1)
 
-    def computes_grads_in_rollout(self, config: TrainConfig) -> bool:
-        return computes_grads_in_rollout(config)
-
-    def variants(self, config: TrainConfig, split: ShardingSpec) -> list[Variant]:
-        section, option = config.grpo, "rollout_gradients"
-        if section.rollout_gradients != "auto":
-            return []
-        precision = config.training.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
-        replays = split.zero_stage > 0 or precision == "fp16" or any(why_no_rollout_gradients(section))
-        variants = []
-        for value in ("replay",) if replays else ("replay", "reweight", "retain"):
-            variant = config.model_copy(update={"grpo": section.model_copy(update={option: value})})
-            variants.append(Variant(option, value, variant, *passes(variant)))
-        return variants
+    def resume_warnings(self, config: TrainConfig, saved: Mapping[str, Any]) -> Iterator[str]:
+        if shares_starts(config) and not saved.get("shares_starts"):
+            yield (
+                "the run was begun by an earlier version or without replay, and continues without sharing the equal "
+                "start of a prompt's clips, so that its numbers stay the same; a new run (--init_from) takes less time"
+            )
 
     def memory(
         self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float
@@ -282,18 +267,24 @@ class PolicyGradients(RewardFinetuning):
         """Return the memory of sampled clips and of copies of the weights.
 
         A clip's latent is stored once, and on both sides of each trained step; `ratio_norm` also stores the step's
-        mean. Gradients taken while sampling need no latents. The figure is for training on all clips, which is the
-        maximum, and the case until the rewards have been compared.
+        mean. The figure is for training on all clips, which is the
+        maximum, and the case until the rewards have been compared. Clips that share an input of the network are
+        compared with its prediction together.
         """
         memory = super().memory(config, latent, batch_size=batch_size, trained=trained, reference=reference)
         section = config.grpo
-        if self.computes_grads_in_rollout(config):
-            return replace(waiting_memory(config), copies=memory.copies)
-        if section.offload_trajectory:
-            return memory
-        elements = sampled_clips(config) * math.prod(latent)
         each = 2 * _BYTES[section.trajectory_dtype] + (4 if section.ratio_norm else 0)
-        return replace(memory, trajectories=memory.trajectories + trained_steps(section) * elements * each)
+        stored = 0 if section.offload_trajectory else trained_steps(section) * sampled_clips(config) * each
+        shared = 4.0 * self._shared_latents(config) if shares_starts(config) else 0.0
+        return replace(memory, trajectories=memory.trajectories + (stored + shared) * math.prod(latent))
+
+    def _shared_latents(self, config: TrainConfig) -> int:
+        """Return the number of latents that sharing takes: of the starts, and of the clips that share inputs."""
+        section, rows = config.grpo, _shared_rows(config)
+        trained = section.best_of_n or section.num_generations
+        clips = min(trained, (trained - 2) // section.updates_per_rollout + 2)  # of a prompt, at most, in an update
+        prompts = prompts_per_process(section, config.parallel.data_size(launched_processes()))
+        return 2 * prompts + _LATENTS_PER_CLIP * (min(rows * clips, sampled_clips(config)) - rows)
 
 
 def _scoring_problems(plan: PromptPlan, config: TrainConfig) -> Iterator[Problem]:
@@ -317,7 +308,7 @@ def _group_problems(config: TrainConfig) -> Iterator[Problem]:
     """Yield where a reward that compares the clips of a prompt cannot get all of them."""
     from finetrainers.rewards.registry import compares_clips
 
-    section, batch = config.grpo, config.dataloader.batch_size
+    section = config.grpo
     names = [entry.name for entry in section.reward if compares_clips(entry)]
     if not names:
         return
@@ -327,9 +318,6 @@ def _group_problems(config: TrainConfig) -> Iterator[Problem]:
     if config.validation.eval_prompts is not None and not config.validation.eval_reward:
         message = f"{compares}, and evaluations sample one clip of each; set --eval_reward to another reward"
         yield Problem("--eval_prompts", message, "conflict")
-    if computes_grads_in_rollout(config) and batch % section.num_generations:
-        message = f"{compares}, so that batches must have all of them: use a multiple of --num_generations, or replay"
-        yield Problem("--batch_size", f"{batch}: {message}", "conflict")
 
 
 def _divided_groups(config: TrainConfig, parallel: Any) -> Iterator[Problem]:
@@ -350,3 +338,7 @@ def _divided_groups(config: TrainConfig, parallel: Any) -> Iterator[Problem]:
             f"multiple of --num_generations {section.num_generations}"
         )
         yield Problem("--batch_size", message, "conflict")
+
+
+def _shared_rows(config: TrainConfig) -> int:
+    return shared_rows(config, config.parallel.data_size(launched_processes()))

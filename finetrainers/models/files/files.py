@@ -8,6 +8,7 @@ the weights of a part: its config is still that of the base model.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -225,6 +226,10 @@ def read_config(path: Path) -> Json:
     return settings
 
 
+#: Numbers of configs that may be infinite.
+_NO_BOUND = {"lambda_min_clipped": -math.inf}
+
+
 def _size_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield the problems of a config's numbers, including those in its tables."""
     for key, value in settings.items():
@@ -239,7 +244,8 @@ def _size_problems(settings: Mapping[str, Any]) -> Iterator[str]:
             if not all(fits(count, int) and minimum <= count <= limit for count in counts):
                 text = shortened(printable(repr(value)), 40)
                 yield f"{key} must be a whole number from {minimum} to {limit:,}, or a list of them, got {text}"
-        elif not all(abs(number) <= _LARGEST_FP32 for number in numbers_in(value)):  # which NaN is not
+        # NaN is not, and an infinite bound bounds nothing, such as lambda_min_clipped of multistep solvers.
+        elif value != _NO_BOUND.get(key) and not all(abs(number) <= _LARGEST_FP32 for number in numbers_in(value)):
             yield f"{key} must be a finite number in fp32, got {shortened(printable(repr(value)), 40)}"
 
 
@@ -379,11 +385,12 @@ def file_problems(
         device_type: where the model will be used, or None for this machine.
     """
     on_cuda = (device_type or likely_device_type()) == "cuda"
-    return [
+    problems = (
         Problem.from_error(source_option(config, part), error)
         for part in parts
         for error in _examine(config, part, weights, on_cuda)
-    ]
+    )
+    return list(dict.fromkeys(problems))  # parts of one directory lack it together
 
 
 def tokenizer_problems(config: ModelSection, parts: Sequence[str]) -> list[Problem]:

@@ -17,12 +17,12 @@ ETA, CLIP, LR = 0.25, 1e-4, 1e-3
 def flux_step(model: nn.Module, batch: Transition, sigmas: Tensor) -> Tensor:
     """Log-density of the kept next latents, by the closed form of DanceGRPO's step, in double precision."""
     values = []
-    for row in range(len(batch.before)):
-        x, following = batch.before[row].double(), batch.after[row].double()
-        step = int((sigmas - batch.time[row]).abs().argmin())
+    before, time, texts = map(batch.by_clip, (batch.before, batch.time, batch.conditions["prompt_embeds"]))
+    for row in range(len(batch.after)):
+        x, following = before[row].double(), batch.after[row].double()
+        step = int((sigmas - time[row]).abs().argmin())
         sigma, dt = sigmas[step].double(), (sigmas[step + 1] - sigmas[step]).double()
-        level, text = batch.time[row : row + 1], batch.conditions["prompt_embeds"][row : row + 1]
-        v = model(batch.before[row : row + 1], level, text)[0].double()
+        v = model(before[row : row + 1], time[row : row + 1], texts[row : row + 1])[0].double()
         std = ETA * torch.sqrt(-dt)
         denoised = x - sigma * v
         score = -(x - denoised * (1 - sigma)) / sigma**2
@@ -64,7 +64,7 @@ def test_two_updates_of_one_rollout() -> None:
             method.loss(ours, batch)[0].backward()
         mine.step()
         mine.zero_grad()
-        clips = sum(len(batch.before) for batch in batches) // tables.num_trained
+        terms = sum(int((batch.share > 0).sum()) for batch in batches)  # without clips that fill up
         for batch in batches:
             with torch.no_grad():
                 log_old = flux_step(old, batch, sigmas)
@@ -72,7 +72,7 @@ def test_two_updates_of_one_rollout() -> None:
             advantage = batch.advantage.double().sum(1).clamp(-5.0, 5.0)
             unclipped = -advantage * ratio
             clipped = -advantage * torch.clamp(ratio, 1 - CLIP, 1 + CLIP)
-            loss = torch.maximum(unclipped, clipped).sum() / (clips * tables.num_trained)
+            loss = (torch.maximum(unclipped, clipped) * (batch.share > 0)).sum() / terms
             loss.backward()
         reference.step()
         reference.zero_grad()

@@ -59,7 +59,8 @@ def test_the_gradient_is_that_of_reinforce(make_process: Any) -> None:
 
     def log_likelihood(batch: Transition) -> Tensor:
         prediction = method.sampler.predict(model, batch.before, batch.time, batch.conditions)
-        mean = transition_mean(method.sampler.process, prediction, batch.before, batch.time, batch.step)
+        inputs = map(batch.by_clip, (prediction, batch.before, batch.time))
+        mean = transition_mean(method.sampler.process, *inputs, batch.step)
         density = torch.distributions.Normal(mean, batch.step.std.view(-1, 1, 1, 1, 1)).log_prob(batch.after)
         return (batch.advantage.sum(1) * density.flatten(1).mean(1)).sum()
 
@@ -87,7 +88,7 @@ def test_several_updates_share_a_rollouts_clips() -> None:
     assert len(first) == len(second)
     assert sum(batch.share.sum().item() for batch in second) == pytest.approx(1.0)
     seen = [batch.after.double().sum().item() for batch in (*first, *second)]
-    assert len(set(seen)) == len(seen) == 2 * 4 * 2
+    assert len(set(seen)) == len(seen) == 2 * (1 + 4)  # the first trained step, of 4 inputs, and the second of 16 clips
     assert [batch.is_first for batch in (*first, *second)].count(True) == 2
     with refused("invalid", "step 1 ", " 2 steps"):
         next(method.steps(1, model))
@@ -118,7 +119,7 @@ def test_groups_that_teach_nothing_are_left_out_and_counted() -> None:
     assert step.metrics["constant_groups"] == 0.5
     assert step.metrics["clips_trained"] == 16
     assert step.metrics["updates_skipped"] == 0
-    assert sum(len(batch.before) for batch in step) == 16 * 2
+    assert sum(int((batch.share > 0).sum()) for batch in step) == 16 * 2
 
 
 def test_a_rollout_without_any_signal_makes_empty_steps() -> None:
@@ -137,7 +138,7 @@ def test_micro_batches_are_made_when_they_are_reached(monkeypatch: pytest.Monkey
     make = method.micro_batch
     monkeypatch.setattr(method, "micro_batch", lambda *a: made.append(a[-1].repeat) or make(*a))
     step = next(method.steps(0, model))
-    assert len(step) == 16
+    assert len(step) == 9  # of inputs that clips share, and of clips
     assert made == []
     seen = []
     for batch in step:
@@ -145,7 +146,7 @@ def test_micro_batches_are_made_when_they_are_reached(monkeypatch: pytest.Monkey
         reference = weakref.ref(batch)
         del batch
         assert reference() is None  # nobody else holds it
-    assert seen == list(range(1, 17))
+    assert seen == list(range(1, 10))
     assert step.metrics["seconds/train"] > 0
 
 

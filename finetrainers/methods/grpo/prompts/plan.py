@@ -14,7 +14,6 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.hacking import hacking_rule
 from finetrainers.config.root import TrainConfig, critical_options
 from finetrainers.data.buckets.clip import ConditioningImage, TextImageSource
-from finetrainers.rewards.registry import columns_taken
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.text import nearest, plural
 
@@ -217,6 +216,8 @@ def _with_used_columns(file: PromptFile, path: Path, config: TrainConfig) -> tup
     """
     if not file.prompts[0].columns:
         return file, ()
+    from finetrainers.rewards.registry import columns_taken
+
     accepted = [columns_taken(entry) for entry in (*config.grpo.reward, *config.validation.eval_reward)]
     names = [name for name in file.prompts[0].columns if any(columns.takes(name) for columns in accepted)]
     unused = sorted(file.prompts[0].columns.keys() - set(names))
@@ -231,6 +232,8 @@ def _with_used_columns(file: PromptFile, path: Path, config: TrainConfig) -> tup
 
 def column_problems(plan: PromptPlan, config: TrainConfig) -> Iterator[Problem]:
     """Yield the columns that a reward requires and prompts lack."""
+    from finetrainers.rewards.registry import columns_taken
+
     rewards, held_out = config.grpo.reward, config.validation.eval_reward
     for option, entries, prompts in (
         ("--reward", rewards, plan.prompts if held_out else (*plan.prompts, *plan.eval_prompts)),

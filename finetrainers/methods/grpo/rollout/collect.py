@@ -6,11 +6,12 @@ import math
 import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from finetrainers.config.grpo import prompts_per_process
 from finetrainers.config.hacking import witnesses
 from finetrainers.methods.base import MethodParts
 from finetrainers.rewards.pixels import to_uint8
@@ -23,11 +24,11 @@ from ..advantage import Advantages, best_of_n, compute_advantages
 from ..keep.dancegrpo_files import DanceGRPOFiles
 from ..keep.keep_pairs import PairKeeper
 from ..keep.keep_rollouts import RolloutKeeper
-from ..no_replay.gradient_plan import computes_grads_in_rollout, plan_gradients, waiting_memory
-from ..no_replay.no_replay import LocalGradient, RolloutGradients
 from ..prompts.prompts import RolloutSample
 from ..prompts.source import PromptSource
-from .sampler import Replay, Sampler
+from .batches import SharedInputs
+from .clip_counts import shared_rows, shares_starts
+from .sampler import Replay, Sampler, SharedStart, SharedStarts
 from .scoring import Scoring
 
 
@@ -39,7 +40,7 @@ class RolloutBatch:
         latents: clean latents `[C, T, H, W]` by index, of the clips to train on; of the first clip if there are none.
         replays: trained transitions of those clips; empty without noise.
         advantages: `[n, K]` fp32, the terms of each clip's advantage; see `Advantages.terms`.
-        gradient: the gradient, if it was taken while sampling.
+        shared: inputs that clips share in their first trained step, or None if starts are not shared.
     """
 
     jobs: Sequence[RolloutSample]
@@ -49,7 +50,7 @@ class RolloutBatch:
     trained_clips: Sequence[int]
     trained_by_rank: Sequence[int]
     stats: Mapping[str, float]
-    gradient: LocalGradient | None = None
+    shared: SharedInputs | None = None
 
     @property
     def spare(self) -> Sequence[int]:
@@ -65,8 +66,8 @@ class RolloutCollector:
         panel: the rewards that score clips.
         witnesses: rewards that watch for reward hacking.
         shown: writes some clips for users to watch.
-        learns: whether the rollout has the gradient.
-        waits: gradients or graphs that then wait for advantages.
+        shares_starts: whether the clips of a prompt are sampled as one until they differ; see `SharedStart`.
+        shared_rows: clips of a call of the network that samples shared starts.
     """
 
     def __init__(self, parts: MethodParts[PromptSource]) -> None:
@@ -91,16 +92,12 @@ class RolloutCollector:
         overlaps = section.overlap_rewards and parts.parallel.device.type == "cuda"
         self._stream = torch.cuda.Stream(parts.parallel.device) if overlaps else None
         self._vae_stats = parts.vae_stats
-        self._gradients = plan_gradients(config) if computes_grads_in_rollout(config) else None
-        self.waits = waiting_memory(config) if self._gradients is not None else None
+        self.shares_starts = shares_starts(config)
+        self.shared_rows = shared_rows(config, parts.parallel.data_size)
         folder = config.run.output_dir / "pairs"
         self._pairs = PairKeeper(folder, parts.parallel, fps=parts.geometry.fps) if section.keep_pairs else None
         self.shown = RolloutKeeper(config, parts.parallel, fps=parts.geometry.fps)
         self._files = DanceGRPOFiles(config, parts.parallel, fps=self.reward_fps) if section.dancegrpo_files else None
-
-    @property
-    def learns(self) -> bool:
-        return self._gradients is not None
 
     def jobs(self, rollout: int) -> list[RolloutSample]:
         """Return this rank's clips: the clips of all prompts in order, cut into one equal part for each rank."""
@@ -128,29 +125,25 @@ class RolloutCollector:
         videos: dict[int, Tensor] = {}  # by index on the host, of clips that this process may write
         scoring = self._start_scoring(spent)
         error: Exception | None = None
-        taking = self._take_gradients(jobs)
+        shared = self._shared_starts(transformer, rollout, spent) if self.shares_starts else {}
 
         def sampled() -> Iterator[tuple[int, Tensor]]:
             for first in range(0, len(jobs), self.batch_size):
                 chunk = jobs[first : first + self.batch_size]
                 with timed(spent, "rollout", device):
                     conditions = self.source.conditions([job.prompt for job in chunk])
-                    if taking is not None:
-                        taking.steps = self._batch_steps(rollout, first)
-                    clean, trajectories = self.sampler.rollout(transformer, chunk, conditions, taking)
-                latents.extend(clean if taking is None else ())
+                    clean, trajectories = self.sampler.rollout(transformer, chunk, conditions, shared.get(first))
+                latents.extend(clean)
                 replays.extend(trajectories)
                 yield first, self.sampler.clips(clean, conditions)
 
-        # Gradients taken while sampling wait for the scores of their batch, on every process of a group.
-        for first, clips in self.parallel.take_turns(sampled()) if taking is None else sampled():
+        for first, clips in self.parallel.take_turns(sampled()):
             number = self.parallel.data_rank * len(jobs) + first
             try:
                 if error is None:  # else only sample on: sharded ranks must call the network equally often
                     with timed(spent, "decode", device):
                         decoded = self.decode(clips)
-                    scored = self._score(scoring, decoded, jobs[first : first + self.batch_size], number, spent)
-                    self._train_scored(taking, scored, spent)
+                    self._score(scoring, decoded, jobs[first : first + self.batch_size], number, spent)
                     if self.parallel.owns_item(first // self.batch_size):
                         videos |= self._show(jobs, first, decoded)
             except Exception as caught:
@@ -161,11 +154,10 @@ class RolloutCollector:
         self.parallel.raise_if_any_failed(error, f"scoring the clips of rollout {rollout}")
         scores = Scores.in_order(self.parallel.gather_objects(batch_scores))
         compared = self.compare(scores)
-        gradient = self._finish_gradients(taking, compared, spent)
         stats = {"rollout": float(rollout), **self._stats(scores, compared, spent), **self.witnesses.stats()}
         stats |= self._count_skipped(rollout, compared)
         self._keep(jobs, videos, scores, compared, stats)
-        return replace(self._select(jobs, latents, replays, compared, stats), gradient=gradient)
+        return self._select(jobs, latents, replays, compared, stats)
 
     def _start_scoring(self, spent: dict[str, float]) -> Scoring:
         section = self.section
@@ -174,21 +166,20 @@ class RolloutCollector:
 
     def _score(
         self, scoring: Scoring, videos: Tensor, jobs: Sequence[RolloutSample], number: int, spent: dict[str, float]
-    ) -> Scores | None:
+    ) -> None:
         """Score a batch of clips by the rewards and the witnesses; see `Scoring.add`.
 
         `number` is that of the first clip within the rollout.
         """
         prompts, device = [job.prompt for job in jobs], self.parallel.device
         with timed(spent, "reward", device):
-            scores = scoring.add(
+            scoring.add(
                 videos, [prompt.text for prompt in prompts], fps=self.reward_fps, rollout=jobs[0].rollout,
                 first_clip=number, images=self.source.reward_images(prompts),
                 columns=[prompt.columns for prompt in prompts],
             )  # fmt: skip
         with timed(spent, "witness", device):
             self.witnesses.add(videos, number)
-        return scores
 
     def _show(self, jobs: Sequence[RolloutSample], first: int, decoded: Tensor) -> dict[int, Tensor]:
         """Write a batch's clips, and return those that may be written when all are compared, by index."""
@@ -215,55 +206,41 @@ class RolloutCollector:
         if self._files is not None:
             self._files.scores(jobs[0].rollout, stats)
 
-    def _take_gradients(self, jobs: Sequence[RolloutSample]) -> RolloutGradients | None:
-        """Return the object that takes gradients while sampling, or None if transitions are replayed."""
-        if self._gradients is None:
-            return None
+    def _shared_starts(self, transformer: nn.Module, rollout: int, spent: dict[str, float]) -> dict[int, SharedStarts]:
+        """Return the shared starts of each batch of this rank's clips, by the batch's first clip."""
+        own, together, tables = self.jobs(rollout), self._jobs_together(rollout), self.sampler.tables
+        firsts = [[tables.first_stochastic(rollout, job.slot) for job in jobs] for jobs in together]
+        jobs = list({job.slot: job for job in own}.values())
+        calls = -(-prompts_per_process(self.section, self.parallel.data_size) // self.shared_rows)
+        jobs += jobs[:1] * (calls * self.shared_rows - len(jobs))  # every rank makes equally many calls of equal size
+        starts: dict[int, SharedStart] = {}
+        for first in range(0, len(jobs), self.shared_rows):
+            chunk = jobs[first : first + self.shared_rows]
+            with timed(spent, "rollout", self.parallel.device):
+                conditions = self.source.conditions([job.prompt for job in chunk])
+                sampled = self.sampler.shared_starts(transformer, chunk, conditions, last=max(map(max, firsts)))
+            starts |= {job.slot: start for job, start in zip(chunk, sampled, strict=True)}
+        return {
+            first: SharedStarts(
+                [starts[job.slot] for job in own[first : first + self.batch_size]],
+                begin=min(min(steps[first : first + self.batch_size]) for steps in firsts),
+            )
+            for first in range(0, len(own), self.batch_size)
+        }
 
-        def compare(scores: Scores) -> tuple[Advantages, Tensor]:
-            advantages = self.compare(scores)
-            return advantages, self._mask_trained(advantages)
-
-        return RolloutGradients(
-            self._gradients, self.section, jobs=jobs, parallel=self.parallel, compare=compare,
-            weights=self.panel.weights, repeats=self.sampler.tables.num_trained,
-        )  # fmt: skip
-
-    def _train_scored(self, taking: RolloutGradients | None, scores: Scores | None, spent: dict[str, float]) -> None:
-        """Train on the gradients or graphs that wait for the scores of a batch, if there are any."""
-        if taking is None:
-            return
-        assert scores is not None, "gradients that are computed while sampling wait for scores"
-        with timed(spent, "train", self.parallel.device):
-            taking.scored(scores)
-
-    def _finish_gradients(
-        self, taking: RolloutGradients | None, advantages: Advantages, spent: dict[str, float]
-    ) -> LocalGradient | None:
-        """Return the gradient of a rollout that takes gradients, else None."""
-        if taking is None:
-            return None
-        with timed(spent, "train", self.parallel.device):
-            return taking.finish(advantages, self._mask_trained(advantages))
-
-    def _batch_steps(self, rollout: int, first: int) -> set[int]:
-        """Return the steps at which clips of a batch are trained.
-
-        Where processes call the network together, these are the steps of all their batches.
-        """
-        by_rank, tables = self._jobs_by_rank(rollout), self.sampler.tables
-        own_jobs = [by_rank[self.parallel.data_rank]]
-        by_process = by_rank if self.parallel.forward_is_collective else own_jobs
-        batches = [job for jobs in by_process for job in jobs[first : first + self.batch_size]]
-        return {step for slot in {job.slot for job in batches} for step in tables.trained(rollout, slot)}
+    def _jobs_together(self, rollout: int) -> list[list[RolloutSample]]:
+        """Return the clips of each process that calls the network together with this one, its own included."""
+        by_rank = self._jobs_by_rank(rollout)
+        return by_rank if self.parallel.forward_is_collective else [by_rank[self.parallel.data_rank]]
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return clips `[B, T, C, H, W]` in [0, 1] on the CPU, of complete latents; see `Sampler.clips`."""
         return self.source.decode(latents, self._vae_stats)
 
     def dummy_rollout(self) -> RolloutBatch:
-        """Return one batch of the first rollout as if it had been sampled: its shapes, filled with zeros."""
-        jobs, sampler = self.jobs(0)[: self.batch_size], self.sampler
+        """Return the first rollout as if it had been sampled: its shapes, filled with zeros."""
+        jobs, sampler, trained = self.jobs(0), self.sampler, self.section.best_of_n or self.section.num_generations
+        slots = [[job.slot for job in each if job.generation < trained] for each in self._jobs_by_rank(0)]
         steps = torch.tensor(sampler.tables.trained(0, jobs[0].slot), dtype=torch.long)
         path = torch.zeros(len(steps), *sampler.shape, dtype=sampler.storage, device=sampler.keep_on)
         means = path.float() if sampler.keeps_means else None
@@ -273,9 +250,10 @@ class RolloutCollector:
             latents=dict.fromkeys(range(len(jobs)), torch.zeros(sampler.shape, device=sampler.device)),
             replays=dict.fromkeys(range(len(jobs)), replay) if len(steps) else {},
             advantages=torch.zeros(len(jobs), 1),
-            trained_clips=range(len(jobs)),
-            trained_by_rank=[len(jobs)] * self.parallel.data_size,
+            trained_clips=[i for i, job in enumerate(jobs) if job.generation < trained],
+            trained_by_rank=list(map(len, slots)),
             stats={},
+            shared=self._shared_inputs(0, slots) if self.shares_starts else None,
         )
 
     def compare(self, scores: Scores) -> Advantages:
@@ -327,19 +305,28 @@ class RolloutCollector:
         """Return this rank's clips, cut down to those that are trained on."""
         flat = self._mask_trained(advantages).flatten().tolist()
         share = len(jobs)
-        counts = [sum(flat[start : start + share]) for start in range(0, len(flat), share)]
+        size, starts = self.section.num_generations, range(0, len(flat), share)
+        slots = [[i // size for i in range(start, start + share) if flat[i]] for start in starts]  # of trained clips
         start = self.parallel.data_rank * share
         trained = [i for i in range(share) if flat[start + i]]
         needed = trained or [0]  # fills up micro-batches where other ranks train some clips
         return RolloutBatch(
             jobs=jobs,
-            latents={i: latents[i].clone() for i in needed if latents},  # views would keep the batch in memory
+            latents={i: latents[i].clone() for i in needed},  # views would keep the batch in memory
             replays={i: replays[i] for i in needed if replays},
             advantages=advantages.terms.flatten(0, 1)[start : start + share].float(),
             trained_clips=trained,
-            trained_by_rank=counts,
-            stats={**stats, "clips_trained": float(sum(counts))},
+            trained_by_rank=list(map(len, slots)),
+            stats={**stats, "clips_trained": float(sum(map(len, slots)))},
+            shared=self._shared_inputs(jobs[0].rollout, slots) if self.shares_starts else None,
         )
+
+    def _shared_inputs(self, rollout: int, slots_by_rank: Sequence[Sequence[int]]) -> SharedInputs:
+        """Return which clips share the input of their first trained step: that at which they get noise first."""
+        tables, slots = self.sampler.tables, {slot for slots in slots_by_rank for slot in slots}
+        shared = {slot for slot in slots if tables.trained(rollout, slot)[0] == tables.first_stochastic(rollout, slot)}
+        inputs = [[slot if slot in shared else None for slot in slots] for slots in slots_by_rank]
+        return SharedInputs(inputs, self.shared_rows)
 
     def _stats(self, scores: Scores, advantages: Advantages, spent: Mapping[str, float]) -> dict[str, float]:
         """Return scores raw and normalized, spread within groups, share of groups that teach nothing, and seconds."""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from finetrainers.diffusion.policy import Transitions, log_density, sample, transition_mean
+from finetrainers.diffusion.policy import Transitions, log_densities, log_density, sample, transition_mean
+from finetrainers.diffusion.process import expand
 from finetrainers.methods.base import MethodParts, standard_normal
 from finetrainers.models.spec import DTYPES, PromptEmbeds, VideoMeta
 from finetrainers.utils.alive import send_heartbeat
 from finetrainers.utils.device import to_device
 
-from ..no_replay.no_replay import gradient_advice
 from ..prompts.prompts import RolloutSample
 from ..prompts.source import PromptSource
 from .tables import StepTables
@@ -40,38 +40,30 @@ class Replay:
     mean_old: Tensor | None = None
 
 
-class TakeGradient(Protocol):
-    """An object that takes the gradients of trained transitions; see `RolloutGradients`.
+class SharedStart(NamedTuple):
+    """Sampling that all clips of a prompt share: until the mean of their first stochastic transition.
 
     Attributes:
-        steps: steps at which some clip is trained.
-        together: whether processes wait for each other in backward, so that all run it at these steps.
+        step: the sampler's step of that transition.
+        before: latents before it, `[C, T, H, W]`.
+        mean: its mean, like `before`.
     """
 
-    steps: Collection[int]
-    together: bool
-
-    def take(
-        self, transformer: nn.Module, row: int, log: Tensor, prediction: Tensor, *, weight: float, level: Tensor
-    ) -> None: ...
+    step: int
+    before: Tensor
+    mean: Tensor
 
 
-class _Clips(NamedTuple):
-    """Clips before a transition, as `Sampler.denoise` has them, and its weight for each; 0 if it is not trained."""
+class SharedStarts(NamedTuple):
+    """Shared starts of the clips of a batch.
 
-    x: Tensor
-    time: Tensor
-    now: Transitions
-    noise: Tensor
-    conditions: PromptEmbeds
-    weights: list[float]
+    Attributes:
+        starts: the start of each clip.
+        begin: first step of the starts in this batch of all processes that call the network together.
+    """
 
-    def row(self, row: int) -> tuple[Tensor, Tensor, Transitions, Tensor, PromptEmbeds]:
-        """Return one clip as a batch."""
-        rows, count = slice(row, row + 1), len(self.x)
-        conditions = self.conditions.rows(range(row, len(self.conditions), count))  # with guidance, two rows
-        now = Transitions(*(part[rows] for part in self.now))
-        return self.x[rows], self.time[rows], now, self.noise[rows], conditions
+    starts: Sequence[SharedStart]
+    begin: int
 
 
 class Sampler:
@@ -161,12 +153,36 @@ class Sampler:
         generators = [job.generator(self._seed, stream, per_group=per_group) for job in jobs]
         return standard_normal(generators, self.shape, self.device)
 
+    @torch.no_grad()
+    def shared_starts(
+        self, transformer: nn.Module, jobs: Sequence[RolloutSample], conditions: PromptEmbeds, *, last: int
+    ) -> list[SharedStart]:
+        """Return the start of each clip, which all clips of its prompt share if they start from the same noise.
+
+        Args:
+            transformer: the (wrapped) network, in the mode in which it will be trained.
+            jobs: one clip of each prompt.
+            conditions: see `predict`.
+            last: last of the first stochastic steps, of all processes that call the network together.
+        """
+        tables = [self.tables.group_transitions(job.rollout, job.slot) for job in jobs]
+        firsts = [self.tables.first_stochastic(job.rollout, job.slot) for job in jobs]
+        starts: dict[int, SharedStart] = {}
+        x = self.noise(jobs, "start", per_group=True).to(self.storage).float()
+        for step in range(last + 1):
+            time, now = self.time(torch.full((len(x),), step)), self._coefficients(tables, step)
+            prediction = self.predict(self.spec.network_at(float(self.times[step]), transformer), x, time, conditions)
+            mean = transition_mean(self.process, prediction, x, time, now)
+            starts |= {row: SharedStart(step, x[row], mean[row]) for row, first in enumerate(firsts) if first == step}
+            x = sample(mean, torch.zeros_like(x), now.std, storage=self.storage)
+        return [starts[row] for row in range(len(jobs))]
+
     def rollout(
         self,
         transformer: nn.Module,
         jobs: Sequence[RolloutSample],
         conditions: PromptEmbeds,
-        gradients: TakeGradient | None = None,
+        shared: SharedStarts | None = None,
     ) -> tuple[Tensor, list[Replay]]:
         """Sample clips of a rollout: clean latents `[B, C, T, H, W]`, and the replay data of each clip.
 
@@ -174,68 +190,67 @@ class Sampler:
             transformer: the (wrapped) network, in the mode in which it will be trained.
             jobs: the clips.
             conditions: see `predict`.
-            gradients: takes the gradients of trained transitions, which are then not stored for replay.
+            shared: the shared starts of the clips, or None if each is sampled from noise.
         """
-        start = self.noise(jobs, "start", per_group=self._same_noise)
-        return self.denoise(transformer, start, conditions, jobs, gradients)
+        if shared is None:
+            x = self.noise(jobs, "start", per_group=self._same_noise)
+        else:
+            x = torch.stack([start.before for start in shared.starts])
+        return self.denoise(transformer, x, conditions, jobs, shared)
 
     @torch.no_grad()
     def denoise(
         self, transformer: nn.Module, x: Tensor, conditions: PromptEmbeds, jobs: Sequence[RolloutSample] = (),
-        gradients: TakeGradient | None = None,
+        shared: SharedStarts | None = None,
     ) -> tuple[Tensor, list[Replay]]:  # fmt: skip
-        """Denoise from pure noise `x`; see `rollout`.
+        """Denoise from pure noise `x`, or from shared starts; see `rollout`.
 
         Without jobs, all transitions are deterministic and none is stored.
         """
         tables = [self.tables.group_transitions(job.rollout, job.slot) for job in jobs]
         tables = tables or [self.tables.deterministic] * len(x)
         trained = torch.tensor([self.tables.trained(job.rollout, job.slot) for job in jobs])
+        starts, begin = ((), 0) if shared is None else shared
+        firsts = torch.tensor([start.step for start in starts] or [-1] * len(x))
+        means = torch.stack([start.mean for start in starts]) if starts else x
         stored: list[tuple[list[int], list[Tensor]]] = []
         x = x.to(self.storage).float()  # stored latents must equal those that the network has seen
-        for step in range(len(self.times)):
-            by_clip = (torch.stack([c[step] for c in coefficients]) for coefficients in zip(*tables, strict=True))
-            now = Transitions(*(to_device(c.float(), self.device) for c in by_clip))
+        for step in range(begin, len(self.times)):
+            now = self._coefficients(tables, step)
             time = self.time(torch.full((len(x),), step))
             network = self.spec.network_at(float(self.times[step]), transformer)
             noise = torch.zeros_like(x)
             if any(float(table.std[step]) > 0 for table in tables):
                 noise = self.noise(jobs, f"step {step}")
-            if gradients is not None and step in gradients.steps:
-                weights = (trained == step).any(1) * self.tables.weights[step]
-                clips = _Clips(x, time, now, noise, conditions, weights.tolist())
-                x = self._with_gradients(network, clips, gradients)
-                continue
-            prediction = self.predict(network, x, time, conditions)
-            mean = transition_mean(self.process, prediction, x, time, now)
-            after = sample(mean, noise, now.std, storage=self.storage)
+            if starts and step == begin:  # no clip has diverged from its prompt's others yet
+                mean = means
+            else:
+                prediction = self.predict(network, x, time, conditions)
+                mean = self._choose(firsts == step, means, transition_mean(self.process, prediction, x, time, now))
+            after = self._choose(firsts > step, x, sample(mean, noise, now.std, storage=self.storage))
             rows = (trained == step).nonzero()[:, 0]
-            if len(rows) and gradients is None:
+            if len(rows):
                 # Over the whole batch, as in replay: sums over fewer rows may run in another order.
-                log_old = log_density(after, mean, now.std.clamp_min(torch.finfo(torch.float32).tiny))
+                std = now.std.clamp_min(torch.finfo(torch.float32).tiny)
+                log_old = log_density(after, mean, std)
+                if bool((firsts == step).any()):
+                    log_old = self._choose(firsts == step, log_densities(after, mean, std), log_old)
                 stored.append(
                     (rows.tolist(), self._replay_tensors(to_device(rows, self.device), x, after, log_old, mean))
                 )
             x = after
         return x, _group_by_clip(stored, trained)
 
-    def _with_gradients(self, network: nn.Module, clips: _Clips, gradients: TakeGradient) -> Tensor:
-        """Return the next latents; clips go through the network one by one, since each needs a separate gradient."""
-        latents = []
-        for row, weight in enumerate(clips.weights):
-            x, time, now, noise, conditions = clips.row(row)
-            with torch.set_grad_enabled(bool(weight) or gradients.together), gradient_advice():
-                prediction = self.predict(network, x, time, conditions)
-                mean = transition_mean(self.process, prediction, x, time, now)
-                after = sample(mean.detach(), noise, now.std, storage=self.storage)
-                if torch.is_grad_enabled():
-                    log = log_density(after, mean, now.std.clamp_min(torch.finfo(torch.float32).tiny))
-                    alpha, sigma = self.process.alpha_sigma(time)
-                    # With `ratio_norm`, where policies agree, a ratio differs by its factor alone.
-                    log = log * now.std if self.keeps_means else log
-                    gradients.take(network, row, log, prediction, weight=weight, level=sigma / (alpha + sigma))
-            latents.append(after)
-        return torch.cat(latents)
+    def _coefficients(self, tables: Sequence[Transitions], step: int) -> Transitions:
+        """Return the coefficients of a step, one per clip, `[B]` fp32 on the device."""
+        by_clip = (torch.stack([c[step] for c in coefficients]) for coefficients in zip(*tables, strict=True))
+        return Transitions(*(to_device(c.float(), self.device) for c in by_clip))
+
+    def _choose(self, rows: Tensor, chosen: Tensor, others: Tensor) -> Tensor:
+        """Return `chosen` in the given rows, a mask `[B]` on the host, and `others` in the rest."""
+        if not bool(rows.any()):
+            return others
+        return torch.where(expand(to_device(rows, self.device), others), chosen, others)
 
     def _replay_tensors(
         self, rows: Tensor, before: Tensor, after: Tensor, log_old: Tensor, mean: Tensor

@@ -64,6 +64,11 @@ class StepTables:
             return self.deterministic
         return only(self.stochastic, self.deterministic, torch.tensor(self.windows.stochastic(rollout, slot)))
 
+    def first_stochastic(self, rollout: int, slot: int) -> int:
+        """Return the first step at which the clips of a group get noise."""
+        assert self.windows is not None
+        return self.windows.stochastic(rollout, slot)[0]
+
     def trained(self, rollout: int, slot: int) -> tuple[int, ...]:
         """Return the trained steps of a group, ascending."""
         return () if self.windows is None else self.windows.trained(rollout, slot)

@@ -398,8 +398,6 @@ def test_rewards_that_compare_clips_need_all_of_a_prompt(tmp_path: Path) -> None
         ({**group, **held_out, "eval_reward": ["contrast"]}, []),
         ({**single, **held_out}, ["--eval_reward"]),
         ({**group, "num_generations": 1}, ["--reward"]),
-        ({**group, "rollout_gradients": "retain", "batch_size": 4}, ["--batch_size"]),
-        ({**group, "rollout_gradients": "retain", "batch_size": 16}, []),
         ({**group, "method": "refl"}, ["--reward", "--reward"]),
         ({**sft, "eval_reward": group["reward"]}, ["--eval_reward"]),
         ({**sft, "eval_reward": [f"{__name__}:answered"]}, ["--eval_reward"]),
