@@ -65,7 +65,10 @@ def load_config(
     Raises:
         ConfigError: anything unknown, missing or out of bounds; all of it at once.
     """
-    sources = [_values_source(options)]
+    values: dict[str, Any] = dict(options)
+    if source is None:
+        source = values.pop("path", None)  # the name of `source` in earlier versions
+    sources = [_values_source(values)]
     if isinstance(source, TrainConfig):
         sources.insert(0, _config_source(source))
     elif isinstance(source, Mapping):

@@ -171,7 +171,6 @@ class Options(TypedDict, total=False):
     num_generations: int
     best_of_n: int | None
     updates_per_rollout: int
-    rollout_gradients: Literal["replay", "reweight", "retain", "auto"]
     selective_rollouts: float
     sampling_steps: int
     sampler: Literal["flow", "dance", "cps", "ddim", "ode"] | None

@@ -47,7 +47,7 @@ _DEEPEST = 12
 _INITIALIZATIONS = (True, False, "gaussian", "orthogonal")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class CustomParts:
     """Python objects that take the place of options; None leaves the options as they are.
 

@@ -81,9 +81,10 @@ class Validation(Callback):
         begin_work("validation")
         samples = self.sample(state)
         state.samples = samples if state.wants_samples else None
-        # After sampling, so that activations of rewards do not add to those of the pipeline.
-        clips = [(sample.number, sample.prompt, sample.frames) for sample in samples]
-        record = None if self.scores is None else self.scores.record(clips, fps=self.settings.frame_rate)
+        record = None
+        if self.scores is not None:  # after sampling, so that activations of rewards do not add to the pipeline's
+            clips = [(sample.number, sample.prompt, sample.frames) for sample in samples]
+            record = self.scores.record(clips, fps=self.settings.frame_rate)
         # Ranks with less to do wait here: in the next step they would wait under its limit, and as if for a slow rank.
         state.parallel.barrier()
         return record
