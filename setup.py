@@ -61,6 +61,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["finetrainers", "finetrainers.*"]),
+    # Stated, `pip install -e` adds the checkout to the path; otherwise it installs an import hook, which hides all
+    # types from type checkers.
+    package_dir={"": "."},
     package_data={
         "finetrainers": [
             "py.typed",

@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from count_zero import count_zero  # noqa: E402
 from published_networks import NETWORKS  # noqa: E402
 
-from finetrainers.cli.estimate import checked_sizes, estimate_command, planned_for  # noqa: E402
+from finetrainers.cli.estimate import estimate_command  # noqa: E402
 from finetrainers.config.given import RawOptions  # noqa: E402
 from finetrainers.config.load import load_config  # noqa: E402
 from finetrainers.config.stages import read_stages  # noqa: E402
@@ -53,6 +53,7 @@ from finetrainers.models.registry import get_family  # noqa: E402
 from finetrainers.parallel.sharding import expected_split  # noqa: E402
 from finetrainers.parallel.zero import complete_settings, make_plugin, split_weights  # noqa: E402
 from finetrainers.plan.automatic import within_budget  # noqa: E402
+from finetrainers.plan.estimate import checked_sizes, planned_for  # noqa: E402
 from finetrainers.plan.memory_plan import RunMemory  # noqa: E402
 from finetrainers.plan.preflight import preflight  # noqa: E402
 from finetrainers.plan.sizes_plan import plan_sizes  # noqa: E402

@@ -8,24 +8,29 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-#: Where each public name is defined; only `TrainState` needs torch there.
+#: Where each public name is defined; `Sample`, `TrainState` and `sample` need torch there.
 _PUBLIC = {
     "Callback": "finetrainers.training.callbacks.base",
     "ConfigError": "finetrainers.config.errors",
     "Facts": "finetrainers.config.facts",
     "Family": "finetrainers.models.registry",
+    "Sample": "finetrainers.training.state",
     "Section": "finetrainers.config.base",
     "TrainConfig": "finetrainers.config.root",
     "TrainResult": "finetrainers.runs.training",
     "TrainState": "finetrainers.training.state",
     "TrainingMethod": "finetrainers.config.methods",
     "check": "finetrainers.plan.check",
+    "estimate": "finetrainers.plan.estimate",
+    "export": "finetrainers.results.export_formats",
     "load_config": "finetrainers.config.load",
     "model_path": "finetrainers.utils.packaged",
     "option": "finetrainers.config.option",
     "register_method": "finetrainers.methods.registry",
     "register_model": "finetrainers.models.registry",
     "register_reward": "finetrainers.rewards.registry",
+    "report": "finetrainers.results.reports.write",
+    "sample": "finetrainers.sampling.run",
     "train": "finetrainers.runs.training",
     "__version__": "finetrainers.utils.versions",
 }
@@ -34,26 +39,35 @@ __all__ = [
     "ConfigError",
     "Facts",
     "Family",
+    "Sample",
     "Section",
     "TrainConfig",
     "TrainResult",
     "TrainState",
     "TrainingMethod",
     "check",
+    "estimate",
+    "export",
     "load_config",
     "model_path",
     "option",
     "register_method",
     "register_model",
     "register_reward",
+    "report",
+    "sample",
     "train",
 ]
 
 if TYPE_CHECKING:
     from finetrainers.plan.check import check
+    from finetrainers.plan.estimate import estimate
+    from finetrainers.results.export_formats import export
+    from finetrainers.results.reports.write import report
     from finetrainers.runs.training import TrainResult, train
+    from finetrainers.sampling.run import sample
     from finetrainers.training.callbacks.base import Callback
-    from finetrainers.training.state import TrainState
+    from finetrainers.training.state import Sample, TrainState
 
     from .config.base import Section
     from .config.errors import ConfigError

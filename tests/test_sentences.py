@@ -311,9 +311,15 @@ REWARDS_AND_METHODS: list[Row] = [
         "sample; use another selection\n  - data: 1 of 1 pair cannot be used\n      - pairs.jsonl line 1: chosen "
         "a.mp4: does not exist; rejected b.mp4: does not exist",
     ),
-    (lambda: register("reward", "brightness", max), "reward 'brightness' is registered already"),
+    (
+        lambda: register("reward", "brightness", max),
+        "reward 'brightness' is registered already, as finetrainers.rewards.pixels:Brightness; use another name",
+    ),
     (lambda: register("reward", "a.b", max), "reward 'a.b' must not contain '.', ':', '=', ',' or spaces"),
-    (lambda: register("method", "sft", "collections:Counter"), "method 'sft' is registered already"),
+    (
+        lambda: register("method", "sft", "collections:Counter"),
+        "method 'sft' is registered already, as finetrainers.methods.sft:SFT; use another name",
+    ),
     (
         lambda: register("method", "new", 42),
         "method 'new' needs a class or an address as its method, got an object of type int",

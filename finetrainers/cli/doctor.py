@@ -23,7 +23,6 @@ from finetrainers.utils.files import append_jsonl
 from finetrainers.utils.process_state import planning
 from finetrainers.utils.text import plural
 
-from .estimate import checked_sizes
 from .options import make_number_type
 from .overview import described
 from .sync import seconds
@@ -263,6 +262,7 @@ def _config(path: Path) -> Any:
 
 
 def _disk_sizes(config: Any) -> Needs:
+    from finetrainers.plan.estimate import checked_sizes
     from finetrainers.tools.doctor.findings import Needs
 
     checked, _ = checked_sizes(config)

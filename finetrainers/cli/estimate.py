@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from finetrainers.config.arguments import ArgumentParser, make_argument_type, path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
-from finetrainers.config.target import planned_gpu, target_device
 from finetrainers.config.values import check_gpu
 from finetrainers.utils import exit_codes
 from finetrainers.utils.gpus import read_gib
@@ -117,81 +114,27 @@ def planned_environment(arguments: argparse.Namespace) -> Mapping[str, str]:
     return environment
 
 
-def planned_for(config: TrainConfig, gpu: str | None) -> TrainConfig:
-    """Return the configuration of a dry run, planned for a GPU if one is given on the command line or in the file."""
-    run_options = {"dry_run": True} if gpu is None else {"dry_run": True, "gpu": gpu}
-    return config.model_copy(update={"run": config.run.model_copy(update=run_options)})
-
-
-def checked_sizes(config: TrainConfig) -> tuple[ResolvedRun, bool]:
-    """Return a run that is checked as far as its sizes need it, and whether its data is not on this machine.
-
-    Raises:
-        ConfigError: it cannot be run, or the model's config files are not here.
-    """
-    from finetrainers.methods.registry import is_method, method_spec
-
-    config = config.model_copy(update={"model": config.model.for_estimate()})
-    without_data = method_spec(config).without_data(config) if is_method(config.training.method) else None
-    resolved_run = _check(without_data or config, has_data=without_data is None)
-    missing = resolved_run.family.configs_not_here(resolved_run.config.model)
-    if missing:
-        message = (
-            f"{missing[0][1]} is not on this disk; fetch the config files with: hf download "
-            f"{resolved_run.config.model.pretrained_model_name_or_path} --include '*.json'"
-        )
-        raise ConfigError([Problem("--pretrained_model_name_or_path", message, "not_found")])
-    return resolved_run, without_data is not None
-
-
-def _check(config: TrainConfig, *, has_data: bool) -> ResolvedRun:
-    from finetrainers.methods.registry import plan_work
-    from finetrainers.plan.preflight import preflight
-    from finetrainers.plan.sizes_plan import plan_sizes
-
-    return preflight(config, preparing=True, weights=False, planner=plan_work if has_data else plan_sizes)
-
-
 def _estimate(config: TrainConfig, arguments: argparse.Namespace) -> int:
-    _print_progress("planning the memory of the run")
-    resolved_run, no_data = checked_sizes(planned_for(config, arguments.gpu))
-    gpu_plan = planned_gpu(resolved_run.config)
-    with contextlib.redirect_stdout(sys.stderr):  # libraries may print when they are imported
-        from finetrainers.plan.automatic import within_budget
-        from finetrainers.plan.init_distributed import check_strategy
-        from finetrainers.plan.memory_lines import as_json, fit_lines, memory_lines
-        from finetrainers.plan.memory_plan import RunMemory
-        from finetrainers.plan.ready import check_network
-        from finetrainers.plan.start_report import print_warnings
+    print("planning the memory of the run ...", file=sys.stderr, flush=True)
+    from finetrainers.plan.estimate import make_estimate, planned_for
 
-        print_warnings(resolved_run.warnings)
-        check_strategy(resolved_run.config)
-        check_network(resolved_run, plan_known=not no_data)
-        check = partial(_check, has_data=not no_data)
-        resolved_run = within_budget(resolved_run, check, host_gib=arguments.host)
-        memory = RunMemory(resolved_run, host_gib=arguments.host)
-        choice, advice = memory.choose(), None
-        if gpu_plan is not None and not memory.fits(choice.plan, gpu_plan.gib):
-            _print_progress(f"searching for options that make it fit {gpu_plan}")
-            advice = memory.advice(gpu_plan.gib, device=target_device(resolved_run.config))
+    estimate = make_estimate(planned_for(config, arguments.gpu), host_gib=arguments.host)
+    memory, settings, gpu = estimate.memory, estimate.settings, estimate.gpu
+    from finetrainers.plan.memory_lines import as_json, fit_lines, memory_lines
+
     if arguments.json:
-        print(json.dumps(as_json(memory, choice, gpu_plan, advice), indent=2))
+        print(json.dumps(as_json(memory, settings, gpu, estimate.advice), indent=2))
         return exit_codes.DONE
-    for line in (*_run_lines(resolved_run, no_data=no_data), *memory_lines(memory, choice)):
+    for line in (*_run_lines(estimate.run, no_data=estimate.no_data), *memory_lines(memory, settings)):
         print(line)
-    if gpu_plan is not None:
-        lines = fit_lines(memory, choice.plan, gpu_plan, advice)
+    if gpu is not None:
+        lines = fit_lines(memory, settings.plan, gpu, estimate.advice)
     else:
-        problem = memory.host_problem(choice.plan)
+        problem = memory.host_problem(settings.plan)
         lines = [] if problem is None else [f"warning: {problem}"]
     for line in lines:
         print(line)
     return exit_codes.DONE
-
-
-def _print_progress(activity: str) -> None:
-    """Print to stderr what takes seconds."""
-    print(f"{activity} ...", file=sys.stderr, flush=True)
 
 
 def _run_lines(run: ResolvedRun, *, no_data: bool) -> Iterator[str]:

@@ -362,6 +362,7 @@ def _parser() -> CommandParser:
     schema.set_defaults(run=_schema)
 
     docs = commands.add_parser("docs", help="print docs/reference/configuration.md, generated from the options")
+    docs.add_argument("--types", action="store_true", help="print finetrainers/config/options.py instead")
     docs.set_defaults(run=_docs)
     return parser
 
@@ -446,8 +447,8 @@ def _schema(_: argparse.Namespace) -> int:
     return 0
 
 
-def _docs(_: argparse.Namespace) -> int:
-    from finetrainers.config.document import configuration_page
+def _docs(arguments: argparse.Namespace) -> int:
+    from finetrainers.config.document import configuration_page, options_module
 
-    print(configuration_page(), end="")
+    print(options_module() if arguments.types else configuration_page(), end="")
     return 0

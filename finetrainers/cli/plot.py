@@ -40,7 +40,7 @@ def _plot_rollouts(directory: Path) -> Path | None:
 
     Returns the image, or None if none were kept.
     """
-    from finetrainers.training.callbacks.samples import video_sheet
+    from finetrainers.draw.sample_files import video_sheet
     from finetrainers.utils.video import evenly_spaced
 
     folders = [path.parent for path in sorted(directory.glob("rollouts/step-*/best.mp4"))]

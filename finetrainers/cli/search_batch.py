@@ -23,7 +23,7 @@ from finetrainers.utils.launch import launched_rank, print_refusal
 from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.process_state import environment_restored, planning
 
-from .estimate import add_launcher_options, checked_sizes, planned_environment, planned_for
+from .estimate import add_launcher_options, planned_environment
 from .options import positive_integer, read_run_config
 
 if TYPE_CHECKING:
@@ -144,6 +144,7 @@ def _check_run(config: TrainConfig, arguments: argparse.Namespace) -> tuple[Reso
         ConfigError: all problems, at once.
     """
     from finetrainers.methods.registry import is_method, method_spec
+    from finetrainers.plan.estimate import checked_sizes, planned_for
     from finetrainers.tools.batch_search.request import search_problems, searched_config, why_not_measured
 
     problems = search_problems(config)

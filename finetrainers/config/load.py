@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import tomli_w
 from pydantic import SecretStr, ValidationError
@@ -30,6 +30,11 @@ from .names import DEPENDENT, INSTEAD, SAME, VALUES, translate_dependent, transl
 from .presets import fill_preset, imply_method
 from .root import OWN_TABLES, TrainConfig, belongs, fields, flat_name, former_names, has_table, sections, split_name
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .options import Options
+
 #: Lines of a TOML file: a part of a key, the header of a table, and a key with its value.
 _PART = r"""[\w-]+|"[^"]*"|'[^']*'"""
 _PATH = rf"(?:{_PART})(?:\s*\.\s*(?:{_PART}))*"
@@ -41,28 +46,63 @@ _DEEPEST = 8
 _MOST_SUGGESTIONS = 100
 #: Table of config.toml with the values that a run has chosen for open options, in a table for each source.
 CHOSEN = "chosen"
+#: Names of torch's dtypes, where those of options differ.
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 #: Names that are not ours, each read or refused by a dialect.
 OTHER_NAMES = frozenset((*SAME, *INSTEAD, *FOREIGN, *DEPENDENT))
 
 
-def load_config(path: str | Path | None = None, **options: Any) -> TrainConfig:
-    """Load a configuration from a TOML file, if any; `options`, by flat name, override it.
+def load_config(
+    source: str | Path | Mapping[str, Any] | TrainConfig | None = None, /, **options: Unpack[Options]
+) -> TrainConfig:
+    """Load a configuration from a source, from options by name, or from both.
+
+    Args:
+        source: a TOML file, the name of a recipe, a dictionary like the content of a file, or another configuration.
+        options: override those of `source`, by name (`lr=1e-4`) or in their table (`dpo={"beta": 500}`). Paths, and
+            torch's dtypes and devices, may stand for their names.
 
     Raises:
         ConfigError: anything unknown, missing or out of bounds; all of it at once.
     """
-    overrides = RawOptions()
-    options = {name: _without_torch(name, value) for name, value in options.items()}
-    take_options(overrides, options, lambda table, name: ".".join(part for part in (table, name) if part))
-    return build_config([*([file_source(Path(path))] if path is not None else []), overrides])
+    values: dict[str, Any] = dict(options)
+    if source is None:
+        source = values.pop("path", None)  # the name of `source` in earlier versions
+    sources = [_values_source(values)]
+    if isinstance(source, TrainConfig):
+        sources.insert(0, _config_source(source))
+    elif isinstance(source, Mapping):
+        sources.insert(0, _values_source(source))
+    elif source is not None:
+        sources.insert(0, file_source(Path(source)))
+    return build_config(sources)
 
 
-def _without_torch(name: str, value: Any) -> Any:
-    """Return a torch dtype as the option's own name of it; other values pass through."""
-    if type(value).__module__ != "torch" or type(value).__name__ != "dtype":
-        return value
-    text = str(value).removeprefix("torch.")
-    return VALUES.get(name, {}).get(text, text)
+def _values_source(values: Mapping[str, Any]) -> RawOptions:
+    """Return options that are given as Python values; their names are their places."""
+    options = RawOptions()
+    take_options(options, as_in_toml(values), lambda table, name: ".".join(part for part in (table, name) if part))
+    return options
+
+
+def as_in_toml(value: Any) -> Any:
+    """Return a value with paths, and torch's dtypes and devices, as text."""
+    if isinstance(value, Mapping):
+        return {key: as_in_toml(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_in_toml(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
+        text = str(value).removeprefix("torch.")
+        return _DTYPES.get(text, text)
+    return value
+
+
+def _config_source(config: TrainConfig) -> RawOptions:
+    """Return the options of a configuration that were given, and those that a run has chosen, with their sources."""
+    values = {name: config.get(name) for name in fields() if config.is_given(name) or name in config.chosen}
+    return RawOptions(values, where={name: name for name in values}, chosen=dict(config.chosen))
 
 
 def file_source(path: Path) -> RawOptions:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetrainers.utils.addresses import resolve, same_name
+from finetrainers.utils.addresses import resolve
 from finetrainers.utils.registry import Registry
 
 from .base import Section
@@ -70,12 +70,8 @@ def _describe(value: Any) -> str:
     return f"an object of type {type(value).__name__}" if not isinstance(value, type) else f"the class {value.__name__}"
 
 
-def _is_same(first: TrainingMethod, second: TrainingMethod) -> bool:
-    return same_name(first.method, second.method)
-
-
 METHODS: Registry[TrainingMethod] = Registry(
-    "method", "methods", problem=_problem, is_same=_is_same, module="methods.registry"
+    "method", "methods", problem=_problem, origins=lambda method: (method.method,), module="methods.registry"
 )
 
 

@@ -586,11 +586,11 @@ class RunSection(Section):
         "may take; 0 sets no limit. The default is 20 times the median of earlier ones, at least 10 minutes.",
         resume="free", ge=0)
     checkpoint_timeout: Seconds | None = option(None, "Seconds that saving a checkpoint or the results may take "
-        "without progress; 0 sets no limit. The default is 20 times the median of earlier checkpoints, at least 10 "
-        "minutes.", resume="free", ge=0)
+        "without progress; 0 sets no limit. Default: 20 times the median, at least 10 minutes.", resume="free", ge=0)
     sampling_timeout: Seconds | None = option(None, "Seconds that validation samples and evaluation may take without "
         "progress; 0 sets no limit. The default is 20 times the median of earlier ones, at least 10 minutes.",
         resume="free", ge=0)
+    parts: list[str] = option([], "Python objects that `train` was called with, and their digests.", resume="same")
     dry_run: bool = option(False, "Check everything, print the plan, and stop before training.", resume="unlisted",
         dumped=False, local=True)
     gpu: GpuName | None = option(None, "GPU to plan a dry run or an estimate for: a card such as `h100` or `4090`, "

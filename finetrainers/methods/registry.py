@@ -27,8 +27,8 @@ def register_method(
     """Make a method available as `--method name`; classes may be given as addresses `module:attribute`.
 
     Args:
-        name: name of the method in options. A class of the same module and name may be registered again, as notebook
-            cells do.
+        name: name of the method in options. A class that is defined in the same module replaces that of the name, as
+            notebook cells are edited and run again.
         method: the class, which is called with `MethodParts`.
         spec: the subclass of `MethodSpec`, in a module that imports no torch; default: that of training on clips.
         options: its table of options; see `TrainingMethod`.
@@ -57,21 +57,27 @@ def load_method(name: str) -> Any:
 
 def method_class_problem(config: TrainConfig) -> str | None:
     """Return why the classes of the configured method cannot train, or None if they can (imports torch)."""
-    from .base import Method
-
     name = config.training.method
     try:
         method_class = load_method(name)
         load_source(config)
     except (ImportError, AttributeError) as error:
         return f"{name} cannot be imported: {error}"
+    problem = class_problem(method_class)
+    return None if problem is None else f"{name}: {problem}"
+
+
+def class_problem(method_class: Any) -> str | None:
+    """Return why an object is not the class of a method, or None if it is (imports torch)."""
+    from .base import Method
+
     if not isinstance(method_class, type):
-        return f"{name}: expected a class, got a {type(method_class).__name__}"
+        return f"expected a class, got a {type(method_class).__name__}"
     needed = [attribute for attribute, value in vars(Method).items() if callable(value) and attribute[:1] != "_"]
     missing = [attribute for attribute in needed if not callable(getattr(method_class, attribute, None))]
     if missing:
         protocol = "see the protocol Method of finetrainers.methods.base"
-        return f"{name}: {method_class.__name__} has no {', '.join(missing)}; {protocol}"
+        return f"{method_class.__name__} has no {', '.join(missing)}; {protocol}"
     return None
 
 

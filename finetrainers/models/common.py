@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -203,6 +204,24 @@ def load_network(
     )
     check_loaded(network, info, part=part, config=config)
     return network
+
+
+def copy_network(network: nn.Module, dtype: torch.dtype | None = None, device: str = "cpu") -> nn.Module:
+    """Return a copy of a network in eval mode, as `from_pretrained` loads it.
+
+    Args:
+        network: the network, which stays as it is.
+        dtype: dtype of the copy's weights, except of those that the class keeps in fp32; default: as they are.
+        device: device of the copy.
+    """
+    fp32 = {*(getattr(network, "_keep_in_fp32_modules", None) or ())}
+    stored, memo = network.state_dict(keep_vars=True), {}
+    for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
+        target = None if dtype is None or name not in stored or not tensor.is_floating_point() else dtype
+        target = torch.float32 if target is not None and fp32.intersection(name.split(".")) else target
+        copied = tensor.detach().to(device, target or tensor.dtype, copy=True)
+        memo[id(tensor)] = nn.Parameter(copied) if isinstance(tensor, nn.Parameter) else copied
+    return deepcopy(network, memo).eval()
 
 
 def _loading_dtype(dtype: torch.dtype) -> torch.dtype:

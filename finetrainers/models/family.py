@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Configs, Facts, Read
 from finetrainers.config.sections import ModelSection
-from finetrainers.utils.addresses import resolve, same_name
+from finetrainers.utils.addresses import resolve
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import model_path
@@ -36,6 +36,8 @@ from .files.hub import OFFLINE, ask, download_advice
 from .lookalikes import Lookalike, class_lookalike, file_lookalike, id_lookalike
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from .spec import ModelSpec
 
 #: Learning rate of recipes that do not lower it: options of `LoRASettings`.
@@ -74,9 +76,11 @@ class Family:
     tiny: str | None = None
     tiny_versions: tuple[str, ...] = ()
 
-    def load(self, config: ModelSection) -> ModelSpec:
-        """Return the family's spec for one checkpoint (imports torch)."""
-        return resolve(self.spec)(config, name=self.name, read=self.read)
+    def load(self, config: ModelSection, network: nn.Module | None = None) -> ModelSpec:
+        """Return the family's spec for one checkpoint, and for a network instead of its own (imports torch)."""
+        spec: ModelSpec = resolve(self.spec)(config, name=self.name, read=self.read)
+        spec.network = network
+        return spec
 
     @cached_property
     def facts(self) -> Facts:
@@ -297,12 +301,13 @@ FAMILIES: Registry[Family] = Registry(
     "model family",
     "families",
     problem=_problem,
-    is_same=lambda first, second: first.spec == second.spec and same_name(first.read, second.read),
+    origins=lambda family: (family.spec, family.read),
 )
 
 
 def register_model(family: Family) -> None:
-    """Make a family available to `--model_name`; the same one may be registered again, as notebook cells do.
+    """Make a family available to `--model_name`; one with the same spec, read by the same module,
+    replaces that of its name, as notebook cells are edited and run again.
 
     Raises:
         ValueError: the name is taken.

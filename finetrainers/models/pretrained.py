@@ -59,12 +59,13 @@ class PretrainedModel(ABC):
         self.config = config
         self.name = name
         self._read = read
+        self.network: nn.Module | None = None  # trained in a copy, instead of the checkpoint's
         self.store_expert: Callable[[nn.Module], None] | None = None
         self._in_use: WeakValueDictionary[str, Any] = WeakValueDictionary()  # parts that are loaded, by name
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for another process, such as a decoding worker, without the loaded parts."""
-        return {**vars(self), "_in_use": {}, "store_expert": None}
+        return {**vars(self), "_in_use": {}, "network": None, "store_expert": None}
 
     @cached_property
     def configs(self) -> Configs:
@@ -138,7 +139,11 @@ class PretrainedModel(ABC):
             ValueError: the checkpoint is of a kind that the family does not train.
         """
         part = self.facts.trained
-        network = common.load_network(self.parts[part], self.config, part, {"torch_dtype": dtype}, folder=folder)
+        if self.network is not None and folder is None:
+            network = common.copy_network(self.network, dtype)
+        else:
+            cls = self.parts[part] if self.network is None else type(self.network)
+            network = common.load_network(cls, self.config, part, {"torch_dtype": dtype}, folder=folder)
         common.mark_unused(network, self.facts.unused, self.unused_layers)
         return self._with_attention(network)
 
@@ -148,7 +153,10 @@ class PretrainedModel(ABC):
 
     def transformer_on_meta(self) -> nn.Module:
         """Build the network that is trained on the meta device, without weights, for dry runs."""
-        network = common.on_meta(self.parts[self.facts.trained], self.config, self.facts.trained)
+        if self.network is None:
+            network = common.on_meta(self.parts[self.facts.trained], self.config, self.facts.trained)
+        else:
+            network = common.copy_network(self.network, device="meta")
         common.mark_unused(network, self.facts.unused, self.unused_layers)
         return network if self.attention_processor is None else self._with_attention(network)
 

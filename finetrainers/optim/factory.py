@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.sections import OptimizerSection
 from finetrainers.utils.deepspeed_operators import note_compiling
 from finetrainers.utils.failures import InputError
@@ -67,6 +68,23 @@ def create_optimizer(
         _load_state_in_saved_dtype(optimizer)
     if config.optimizer_in_backward:
         StepInBackward(optimizer)
+    return optimizer
+
+
+def custom_optimizer(make: Callable[[list[Parameter]], Optimizer], parameters: Iterable[Parameter]) -> Optimizer:
+    """Return the optimizer that a user's function makes over `parameters`.
+
+    Raises:
+        ConfigError: it is not an optimizer, or one of other weights.
+    """
+    weights = [p for p in parameters if p.requires_grad]
+    optimizer, problem = make(weights), None
+    if not isinstance(optimizer, Optimizer):
+        problem = f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
+    elif (updated := {id(p) for group in optimizer.param_groups for p in group["params"]}) != set(map(id, weights)):
+        problem = f"must update all of the {len(weights)} trainable parameters and no others, got {len(updated)}"
+    if problem is not None:
+        raise ConfigError([Problem("optimizer", problem)])
     return optimizer
 
 

@@ -300,12 +300,15 @@ class Strategy(DistributedContext):
         """Yield the gradients of the step on this rank, of the weights that have one."""
         return (p.grad for p in self._parameters if p.grad is not None)
 
+    def unscale_gradients(self) -> None:
+        """Divide gradients by the loss scale of fp16, once a step."""
+        self.accelerator.unscale_gradients()
+
     def clip_grad_norm(self) -> Tensor | None:
         """Clip the whole step's gradients, if configured; return their norm before clipping, or None if there are none.
 
         A strategy may clip within its optimizer's step instead, by the same norm.
         """
-        self.accelerator.unscale_gradients()  # fp16 gradients carry the loss scale until now
         if self.max_grad_norm > 0:
             return _full_norm(torch.nn.utils.clip_grad_norm_(self._parameters, self.max_grad_norm))
         gradients = list(self.gradients())

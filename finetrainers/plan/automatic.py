@@ -78,6 +78,7 @@ def within_budget(
         rechecked,
         config=rechecked.config.with_chosen(values, MEMORY),
         unseen=checked.unseen,
+        parts=checked.parts,
         warnings=[*rechecked.warnings, *earlier],
     )
 

@@ -47,6 +47,7 @@ from .check_videos import check_prompt_videos
 from .chosen import SIZES, choose_by_data, choose_defaults, choose_recommended, take_from_run
 from .initial_weights import InitialWeights, with_other_expert
 from .ownership import MODEL_OPTIONS, model_sources, output_dir_problems
+from .parts import CustomParts
 from .resume_plan import Start, initial_weights, new_run, resume_run
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class ResolvedRun:
     checkpoints: list[CheckpointInfo] = field(default_factory=list)  # those that it has chosen among
     unseen: str | None = None  # why the model itself is unknown; for a dry run
     scored: list[ValidationPrompt] = field(default_factory=list)  # of `eval_prompts`, if the method does not sample
+    parts: CustomParts = CustomParts()  # noqa: RUF009, it is immutable
 
     @property
     def family(self) -> Family:
@@ -78,7 +80,7 @@ class ResolvedRun:
     @property
     def spec(self) -> ModelSpec:
         """The model's spec, which needs torch."""
-        return self.family.load(self.config.model)
+        return self.family.load(self.config.model, self.parts.network)
 
     @property
     def sampled(self) -> list[ValidationPrompt]:

@@ -34,7 +34,7 @@ def get_ready(
     Args:
         config: the configuration to run.
         preparing, damaged: see `preflight`.
-        earlier: a preflight of the same start, whose data is not read again.
+        earlier: a preflight of the same start, whose data is not read again, and whose parts are kept.
 
     Raises:
         ConfigError: all problems at once; or the model is neither on this disk nor available from the Hub.
@@ -49,7 +49,8 @@ def get_ready(
             print_start(checked)
         return checked
 
-    return once_per_node(make, (config, preparing, damaged), timeout_s=config.run.idle_timeout)
+    checked = once_per_node(make, (config, preparing, damaged), timeout_s=config.run.idle_timeout)
+    return checked if earlier is None else replace(checked, parts=earlier.parts)
 
 
 def preflight_by_model(
@@ -160,7 +161,8 @@ def check_classes(checked: ResolvedRun) -> None:
     config = checked.config
     problem = method_class_problem(config)
     problems = [] if problem is None else [Problem("--method", problem)]
-    if (problem := optimizer_class_problem(config.optimizer)) is not None:
+    custom = checked.parts.optimizer is not None
+    if not custom and (problem := optimizer_class_problem(config.optimizer)) is not None:
         problems.append(Problem("--optimizer", problem, "not_installed"))
     for option in ("reward", "eval_reward"):
         entries = [entry for entry in config.get(option) if entry.reward.startswith(("http://", "https://"))]
@@ -173,6 +175,27 @@ def check_classes(checked: ResolvedRun) -> None:
             problems += [Problem.from_error(f"--{option}", error) for error in errors if error is not None]
     if problems:
         raise ConfigError(problems)
+
+
+def network_problems(checked: ResolvedRun) -> list[Problem]:
+    """Return why a network that Python has given cannot take the place of the model's own."""
+    network, part = checked.parts.network, checked.facts.trained
+    if network is None:
+        return []
+    spec, expected = checked.spec, checked.spec.parts[part]
+    if not isinstance(network, expected):
+        message = f"expected a {expected.__name__}, got {type(network).__name__}"
+        return [Problem("network", message, "mismatch")]
+    problems = []
+    if getattr(network, "peft_config", None):
+        message = f"has adapters: {', '.join(network.peft_config)}; remove them by `network.delete_adapters(...)`"
+        problems.append(Problem("network", message, "conflict"))
+    for key in ("in_channels", "out_channels"):
+        channels, expected_channels = network.config.get(key), spec.configs[part].get(key)
+        if None not in (channels, expected_channels) and channels != expected_channels:
+            message = f"has {key}={channels}, and the model's {part} {expected_channels}; use those of one model"
+            problems.append(Problem("network", message, "mismatch"))
+    return problems
 
 
 def check_network(checked: ResolvedRun, *, plan_known: bool = True) -> None:

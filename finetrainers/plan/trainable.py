@@ -73,6 +73,7 @@ def network_without_weights(checked: ResolvedRun, *, stand_in: bool = False) -> 
     config, family = checked.config, checked.family
     trained = None if stand_in else checked.spec.configs.get(family.facts.trained)
     inputs = [family, stand_in, has_reference_adapter(checked), config.model, config.training, deepcopy(trained)]
+    inputs += [checked.parts.lora, checked.parts.network]
     if _last_network[:-1] != inputs:
         _last_network[:] = [*inputs, _build_without_weights(checked, stand_in=stand_in)]
     return _last_network[-1]
@@ -88,16 +89,21 @@ def _build_without_weights(checked: ResolvedRun, *, stand_in: bool) -> nn.Module
             transformer = checked.family.load(local).transformer_on_meta()
     else:
         transformer = checked.spec.transformer_on_meta()
-    make_trainable(transformer, checked.config.training)
+    make_trainable(transformer, checked.config.training, checked.parts.lora)
     if has_reference_adapter(checked):
         attach_reference_adapter(transformer)
     return transformer
 
 
-def make_trainable(transformer: nn.Module, training: TrainingSection) -> None:
+def make_trainable(transformer: nn.Module, training: TrainingSection, lora: LoraConfig | None = None) -> None:
     """Make the weights that `training_type` names trainable, and only those; LoRA weights are fp32.
 
     Unused layers are left out; in full finetuning, whose results are whole networks, their weights stay.
+
+    Args:
+        transformer: the network.
+        training: the options, those of an adapter included.
+        lora: settings of the adapter that the options do not have.
 
     Raises:
         ConfigError: a LoRA target matches no module.
@@ -106,15 +112,11 @@ def make_trainable(transformer: nn.Module, training: TrainingSection) -> None:
         train_all(transformer)
         return
     transformer.requires_grad_(False)
-    settings = LoraConfig(
-        r=training.rank,
-        lora_alpha=training.lora_alpha,  # type: ignore[arg-type]
-        target_modules=lora_targets(transformer, training.target_modules),
-        lora_dropout=training.lora_dropout,
-        use_rslora=training.use_rslora,
-        use_dora=training.use_dora,
-        init_lora_weights=True,
-    )
+    settings = LoraConfig(init_lora_weights=True) if lora is None else deepcopy(lora)
+    settings.r, settings.lora_alpha = training.rank, training.lora_alpha  # type: ignore[assignment]
+    settings.target_modules = lora_targets(transformer, training.target_modules)
+    settings.lora_dropout = training.lora_dropout
+    settings.use_rslora, settings.use_dora = training.use_rslora, training.use_dora
     _add_adapter(transformer, settings, "default", seed=derive_seed(training.seed, "lora"))
     leave_out_unused(transformer)
 

@@ -16,9 +16,9 @@ from yaml import YAMLError
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.draw.curves import is_number, read_metrics
+from finetrainers.draw.sample_files import video_sheet
 from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.rundir.run_dir import package_versions
-from finetrainers.training.callbacks.samples import video_sheet
 from finetrainers.training.sampling import sample_seed
 from finetrainers.training.state import TrainState
 from finetrainers.utils.packaged import SCHEME

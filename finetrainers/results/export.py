@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from huggingface_hub import HfApi
 
+from finetrainers.config.root import TrainConfig
+from finetrainers.models.registry import get_family
 from finetrainers.models.spec import DTYPES, remove_full
 from finetrainers.plan.check_upload import hub_token, repository_name
 from finetrainers.plan.initial_weights import LORA_FILE
@@ -74,7 +76,7 @@ def upload(state: TrainState) -> None:
     with state.parallel.raise_on_all_ranks("uploading"):
         if state.parallel.is_main:
             try:
-                push(state)
+                push(state.config)
             except Exception as error:  # from the Hub's library, its HTTP library, or the network
                 raise UploadError(_upload_later(state, error)) from error
 
@@ -83,24 +85,34 @@ def _upload_later(state: TrainState, error: Exception) -> str:
     """Return the reason of the failure, and the command that uploads the same files."""
     root, name = state.run_dir.root, repository_name(state.config)
     reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    files = " ".join(f"--include '{pattern}'" for pattern in _patterns(state))
+    files = " ".join(f"--include '{pattern}'" for pattern in _patterns(state.config))
     return (
         f"the run is finished and its results are in {root}, but they could not be uploaded to {name}: {reason}. "
         f"Upload them later: hf upload {name} {root} . {files}"
     )
 
 
-def push(state: TrainState) -> None:
-    """Upload weights, card, configuration and samples to the Hub, but not checkpoints, caches or logs."""
-    api = HfApi(token=hub_token(state.config))
-    repository = api.create_repo(repository_name(state.config), exist_ok=True)
+def push(config: TrainConfig, repository: str | None = None) -> str:
+    """Upload weights, card, configuration and samples to the Hub, but not checkpoints, caches or logs.
+
+    Args:
+        config: configuration of the run, whose results are in its `output_dir`.
+        repository: Hub repository; default: that of the configuration.
+
+    Returns:
+        The id of the repository, which is created if it does not exist.
+    """
+    api = HfApi(token=hub_token(config))
+    repo_id: str = api.create_repo(repository or repository_name(config), exist_ok=True).repo_id
     api.upload_folder(
-        repo_id=repository.repo_id,
-        folder_path=state.run_dir.root,
-        allow_patterns=_patterns(state),
+        repo_id=repo_id,
+        folder_path=config.run.output_dir,
+        allow_patterns=_patterns(config),
         commit_message=f"Trained with finetrainers {__version__}",
     )
+    return repo_id
 
 
-def _patterns(state: TrainState) -> list[str]:
-    return [LORA_FILE, f"{state.spec.facts.trained}/*", f"{FOLDER}/**", "README.md", "config.toml", "samples/**"]
+def _patterns(config: TrainConfig) -> list[str]:
+    trained = get_family(config.model.model_name).facts_of(config.model).trained
+    return [LORA_FILE, f"{trained}/*", f"{FOLDER}/**", "README.md", "config.toml", "samples/**"]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from finetrainers.config.checks.findings import Findings
 from finetrainers.config.errors import ConfigError, Problem
@@ -19,7 +19,7 @@ from finetrainers.config.given import RawOptions
 from finetrainers.config.load import build_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import AUTO
-from finetrainers.models.files.lora_names import ARCHITECTURES, format_problem, readers
+from finetrainers.models.files.lora_names import ARCHITECTURES, FORMATS, format_problem, readers
 from finetrainers.models.registry import Family, get_family, with_family
 from finetrainers.plan.initial_weights import LORA_FILE, read_lora_header
 from finetrainers.plan.lineage import short_digest
@@ -31,6 +31,8 @@ from finetrainers.sampling.weights import Weights, find_target, under
 from finetrainers.utils.failures import InputError, Kind
 from finetrainers.utils.files import fsync_dir, fsync_tree, sweep_unfinished, unfinished_path, write_json_atomic
 from finetrainers.utils.headers import load_tensors, open_tensors
+from finetrainers.utils.logs import quiet_libraries
+from finetrainers.utils.process_state import environment_restored, restored
 from finetrainers.utils.reading import find_json_object
 from finetrainers.utils.text import plural
 
@@ -234,6 +236,33 @@ class Exported:
     kind: str
     path: Path
     checked: Checked | None
+
+
+def export(
+    source: str | Path, formats: Sequence[str], *, output_dir: str | Path | None = None, use_ema: bool = True,
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None, lora_scale: float = 1.0, one_file: bool = False,
+    overwrite: bool = False, **model: Any,
+) -> list[Path]:  # fmt: skip
+    """Export a LoRA or a network for other programs; each file is read back and compared. Return the paths.
+
+    Args:
+        source: a run directory, a checkpoint, or a LoRA in safetensors.
+        formats: of `diffusers`, `comfyui`, `kohya`, `peft` and `merged`.
+        output_dir: has one subdirectory for each format; default: export/ in the run directory.
+        use_ema: export a checkpoint's EMA, if it has one.
+        dtype, lora_scale, one_file, overwrite: see `export_formats`.
+        model: options of the base model, such as `pretrained_model_name_or_path`; default: those of the run.
+
+    Raises:
+        ConfigError: there is nothing to export, or a format is unknown, does not fit or exists.
+    """
+    if unknown := [name for name in formats if name not in FORMATS]:
+        raise ConfigError([Problem("formats", f"unknown {', '.join(unknown)}; valid: {', '.join(FORMATS)}", "unknown")])
+    weights = find_source(str(source), options=model, use_ema=use_ema)
+    settings: dict[str, Any] = {"dtype": dtype, "lora_scale": lora_scale, "one_file": one_file, "overwrite": overwrite}
+    folder = weights.folder if output_dir is None else Path(output_dir)
+    with environment_restored(), restored(), quiet_libraries():
+        return [exported.path for exported in export_formats(weights, formats, folder, **settings)]
 
 
 def export_formats(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from finetrainers.config.errors import value_kind
 from finetrainers.config.rewards import RewardEntry
-from finetrainers.utils.addresses import resolve, same_name
+from finetrainers.utils.addresses import resolve
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.launch import local_world_size
 from finetrainers.utils.registry import Registry
@@ -33,7 +33,7 @@ def _problem(name: str, scorer: Any) -> str | None:
 
 
 #: Rewards by name: `module:attribute`, or an object that was registered from outside.
-REWARDS: Registry[Any] = Registry("reward", "rewards", problem=_problem, is_same=same_name)
+REWARDS: Registry[Any] = Registry("reward", "rewards", problem=_problem, origins=lambda scorer: (scorer,))
 
 
 def register_reward(name: str, factory: Any = None) -> Any:
@@ -45,7 +45,7 @@ def register_reward(name: str, factory: Any = None) -> Any:
     others, and `**columns`, are columns of the prompts, lists of one value per clip. With a default they may be left
     out.
 
-    A function or class of the same module and name may be registered again, as notebook cells do.
+    One that is defined in the same module replaces that of a name, as notebook cells are edited and run again.
 
     Raises:
         ValueError: the name is registered already, or could be an address or a head, or nothing can be called.

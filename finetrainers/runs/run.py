@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from finetrainers.config.errors import ConfigError
 from finetrainers.memory.recorder import MemoryRecorder
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.automatic import within_budget
 from finetrainers.plan.dry_run import dry_run_report
 from finetrainers.plan.init_distributed import make_strategy
 from finetrainers.plan.memory_plan import planned_peaks, print_planned
+from finetrainers.plan.parts import missing_part_problems
 from finetrainers.plan.preflight import ResolvedRun
-from finetrainers.plan.ready import examine_weights, get_ready
+from finetrainers.plan.ready import examine_weights, get_ready, network_problems
 from finetrainers.plan.room import check_room
 from finetrainers.plan.start_report import print_memory, print_results, print_stopped, print_warnings
 from finetrainers.results.export import export, upload
@@ -37,6 +39,8 @@ from finetrainers.utils.phases import CHECKPOINT, LOADING, phase
 from finetrainers.utils.progress import working
 from finetrainers.utils.train_log import train_log
 
+from .callbacks import check_gradient_hooks
+
 
 def run(
     checked: ResolvedRun,
@@ -55,6 +59,9 @@ def run(
     """
     checked = within_budget(checked)
     config = checked.config
+    check_gradient_hooks(callbacks, config)
+    if problems := [*missing_part_problems(checked.parts, config), *network_problems(checked)]:
+        raise ConfigError(problems)
     if config.run.dry_run:
         dry_run_report(checked)
         return None

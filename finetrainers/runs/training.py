@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.registry import get_family
 from finetrainers.plan.initial_weights import LORA_FILE
+from finetrainers.plan.parts import CustomParts
 from finetrainers.plan.ready import get_ready
 from finetrainers.plan.start_report import print_line
-from finetrainers.training.callbacks.base import Callback, check_callbacks
+from finetrainers.rundir.run_records import run_problem
+from finetrainers.training.callbacks.base import Callback
 from finetrainers.utils.device import configure_allocator
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.logs import quiet_libraries
 from finetrainers.utils.process_state import environment_restored, host_group_problem, restored
 from finetrainers.utils.reading import read_jsonl
+
+from .callbacks import check_callbacks
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from torch import nn
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
+
+    from finetrainers.methods.base import Method
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,39 @@ class TrainResult:
     config: TrainConfig
     step: int
     stopped_by: str | None = None
+
+    @classmethod
+    def load(cls, run_dir: str | Path) -> TrainResult:
+        """Return the result of a run directory whose last training is finished or was stopped.
+
+        Raises:
+            ConfigError: it is not a run directory, or its config.toml cannot be read.
+            ValueError: its last training is not finished, and was not stopped with a checkpoint.
+        """
+        root = Path(run_dir)
+        if (problem := run_problem(root)) is not None:
+            raise ConfigError([Problem("run_dir", f"{root} {problem}", "invalid" if root.exists() else "not_found")])
+        events = read_jsonl(root / "events.jsonl")[0]
+        last = max((index for index, event in enumerate(events) if event.get("event") == "start"), default=0)
+        ends = [event for event in events[last:] if event.get("event") in ("finished", "stopped", "stopped_by_guard")]
+        if not ends:
+            raise InputError(f"the last training of {root} is neither finished nor stopped; resume it", "not_found")
+        config = load_config(root / "config.toml", output_dir=root)
+        return cls(config, step=ends[-1]["step"], stopped_by=ends[-1].get("by"))
+
+    def push(self, repo_id: str | None = None) -> str:
+        """Upload weights, model card, configuration and samples to the Hub; return the id of the repository.
+
+        Args:
+            repo_id: repository, created if it does not exist; default: `hub_model_id`, or the name of `run_dir`.
+
+        Raises:
+            ValueError: there are no trained weights.
+        """
+        self._require_weights()
+        from finetrainers.results.export import push
+
+        return push(self.config, repo_id)
 
     @property
     def run_dir(self) -> Path:
@@ -62,6 +108,19 @@ class TrainResult:
         model, is_lora = self.config.model, self.config.training.training_type == "lora"
         return self.run_dir / (LORA_FILE if is_lora else get_family(model.model_name).facts_of(model).trained)
 
+    def _require_weights(self) -> Path:
+        """Return the trained weights.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if self.weights is None:
+            reason = (
+                "a dry run does not train" if self.config.run.dry_run else f"stopped by {self.stopped_by}; resume it"
+            )
+            raise InputError(f"there are no trained weights in {self.run_dir}: {reason}", "not_found")
+        return self.weights
+
     def pipeline(self, device: str | None = None, *, image_to_video: bool = False) -> Any:
         """Return diffusers' pipeline of the model with the trained weights, in the dtypes of the configuration.
 
@@ -72,11 +131,10 @@ class TrainResult:
         Raises:
             ValueError: there are no trained weights: a dry run, or a run that was stopped.
         """
-        if self.weights is None:
-            reason = (
-                "a dry run does not train" if self.config.run.dry_run else f"stopped by {self.stopped_by}; resume it"
-            )
-            raise InputError(f"there are no trained weights in {self.run_dir}: {reason}", "not_found")
+        weights = self._require_weights()
+        if any(part.startswith("network=") for part in self.config.run.parts):
+            message = f"trained on a network that `train` was given; load {weights} into that network"
+            raise InputError(message, "unsupported")
         with restored(), quiet_libraries():
             import torch
 
@@ -84,7 +142,7 @@ class TrainResult:
 
             model = self.config.model
             spec = get_family(model.model_name).load(model)
-            folder = None if self.weights.is_file() else self.weights
+            folder = None if weights.is_file() else weights
             pipeline = spec.pipeline(
                 spec.load_transformer(DTYPES[model.transformer_dtype], folder=folder),
                 spec.load_vae(),
@@ -93,16 +151,26 @@ class TrainResult:
                 image_to_video=image_to_video,
             )
             if folder is None:
-                spec.load_into(pipeline, self.weights)
+                spec.load_into(pipeline, weights)
             return pipeline.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def train(
-    config: TrainConfig, *, callbacks: Sequence[Callback] = (), handle_signals: bool | None = None
+    config: TrainConfig,
+    *,
+    callbacks: Sequence[Callback] = (),
+    handle_signals: bool | None = None,
+    network: nn.Module | None = None,
+    lora: LoraConfig | None = None,
+    method: type[Method] | None = None,
+    optimizer: Callable[[list[Parameter]], Optimizer] | None = None,
+    lr_at: Callable[[int], float] | None = None,
 ) -> TrainResult:
     """Check a configuration and train.
 
-    The state of the host program (see `restored`) does not affect the run, and is restored afterwards.
+    The state of the host program (see `restored`) does not affect the run, and is restored afterwards. The run's
+    config.toml has a digest of `network`, `lora`, `method`, `optimizer` and `lr_at`; a resumed run must have equal
+    ones.
 
     Args:
         config: from `load_config`.
@@ -112,6 +180,13 @@ def train(
             handler. None means True in the main thread, the only one where Python allows it. With False, the host's
             handlers stay; a KeyboardInterrupt or SystemExit that they raise is raised again after a checkpoint of the
             last step.
+        network: transformer of the model's class or of a subclass, instead of the one of the checkpoint. The run trains
+            a copy; the network stays as it is.
+        lora: settings of the LoRA, such as `rank_pattern`, instead of `rank` and its other options.
+        method: class that computes the loss, such as a subclass of the configured method's, whose options and data it
+            has.
+        optimizer: returns the optimizer over the trainable parameters that it is given.
+        lr_at: learning rate of optimizer step n, from 0, for all parameter groups.
 
     Raises:
         ConfigError: the configuration cannot run; all reasons at once.
@@ -126,7 +201,8 @@ def train(
         check_callbacks(callbacks)
         if (problem := host_group_problem()) is not None:
             raise ConfigError([Problem("process group", problem, "mismatch")])
-        checked = get_ready(config)
+        parts = CustomParts(network=network, lora=lora, method=method, optimizer=optimizer, lr_at=lr_at)
+        checked = replace(get_ready(parts.applied_to(config)), parts=parts)
         with restored() as set_aside, quiet_libraries():
             from .run import run
 

@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.given import RawOptions
+from finetrainers.config.load import as_in_toml
+from finetrainers.config.sample import SampleSection, options_of_runs, read_options
 from finetrainers.models.spec import ModelSpec
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.capabilities import capability_problems, sample_needs
@@ -24,16 +27,18 @@ from finetrainers.training.sampling import EncodedPrompts, PromptRequest, Sampli
 from finetrainers.utils.failures import user_message
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import sweep_unfinished, write_text_atomic
+from finetrainers.utils.logs import quiet_libraries
 from finetrainers.utils.phases import VALIDATION, phase
+from finetrainers.utils.process_state import environment_restored, restored
 from finetrainers.utils.progress import Meter
 from finetrainers.utils.reading import read_json_object
-from finetrainers.utils.text import plural, shortened
+from finetrainers.utils.text import nearest, plural, shortened
 from finetrainers.utils.video import write_mp4
 
 from .grid import Cell, Grid, Group, Row, page, sheet
 from .ledger import SampleIndex
 from .memory import offloads
-from .plan import Sample, SamplePlan, Variant, use_command_names
+from .plan import Sample, SamplePlan, Variant, plan_samples, use_command_names
 from .sampler import Sampler
 from .weights import under
 
@@ -56,6 +61,36 @@ class SampleResult:
     problems: dict[str, str]
     sheet: Path | None = None
     page: Path | None = None
+
+
+def sample(target: str | Path, *others: str | Path, **options: Any) -> SampleResult:
+    """Sample clips of runs, checkpoints, LoRA files or models side by side; existing clips are not sampled again.
+
+    Args:
+        target: a run directory, a checkpoint, a LoRA in safetensors, or a model.
+        others: further ones, each in a column.
+        options: those of `finetrainers sample`: `prompts` (text, a file or a list), `num`, `size`, `output_dir`, ...,
+            and options of the model; default: those of the run's validation.
+
+    Raises:
+        ConfigError: all problems with targets and options, at once.
+    """
+    options = as_in_toml(options)
+    if isinstance(options.get("prompts"), list):
+        options["prompts"] = ":::".join(options["prompts"])
+    own = {name: value for name, value in options.items() if name in SampleSection.model_fields}
+    section, problems = read_options(SampleSection, own)
+    model = {name: value for name, value in options.items() if name not in own}
+    names = options_of_runs()
+    for name in model.keys() - {*names}:
+        hint = nearest(name, [*SampleSection.model_fields, *names])
+        problems.append(Problem(f"--{name}", f"unknown option{hint}", "unknown"))
+    if problems:
+        raise ConfigError(problems, of="these samples")
+    flags = RawOptions(model, {name: f"--{name}" for name in model})
+    plan = plan_samples([str(target), *map(str, others)], section, flags)
+    with environment_restored(), restored(), quiet_libraries():
+        return draw(plan)
 
 
 def draw(plan: SamplePlan) -> SampleResult:

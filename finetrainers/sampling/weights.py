@@ -126,6 +126,9 @@ def run_source(home: Path) -> RawOptions:
     source = file_source(home / _CONFIG)
     for name in [name for name in EXACT_CHOICES if source.chosen.get(name) == MEMORY]:  # for the GPU of then
         del source.values[name], source.chosen[name]
+    if any(str(part).startswith("network=") for part in source.values.get("parts", ())):
+        message = "trained a network that Python gave to `train`; load its results there, into that network"
+        source.problems.append(Problem(str(home), message, "unsupported"))
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # the version of a run may be unknown
         made_by = read_json_object(home / "env.json")["packages"]["finetrainers"]
         if source.problems and made_by != __version__:

@@ -20,7 +20,7 @@ from finetrainers.methods.registry import load_method, method_spec
 from finetrainers.methods.spec import BatchSource
 from finetrainers.models.spec import DTYPES, ModelSpec
 from finetrainers.optim.ema import EMA
-from finetrainers.optim.factory import create_optimizer
+from finetrainers.optim.factory import create_optimizer, custom_optimizer
 from finetrainers.optim.schedules import lr_schedule
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.automatic import apply_decoding_settings, choose_settings, record_choices
@@ -28,6 +28,7 @@ from finetrainers.plan.block_swap import block_swap
 from finetrainers.plan.initial_weights import INITIAL_LORA
 from finetrainers.plan.lineage import BEGAN_FROM, find_lineage
 from finetrainers.plan.preflight import ResolvedRun
+from finetrainers.plan.resume_plan import Start
 from finetrainers.plan.start_report import print_line, report_loading
 from finetrainers.plan.throughput import attach_flop_meter
 from finetrainers.plan.trainable import trainable_dtype, trainable_parameters
@@ -61,7 +62,7 @@ def assemble(checked: ResolvedRun, parallel: Strategy, watchdog: Watchdog, memor
     config, plan, start = checked.config, checked.plan, checked.start
     print_line(parallel.describe())
     check_restorable(start, parallel)
-    spec = checked.family.load(config.model)
+    spec = checked.spec
     kernel = spec.check_attention(parallel.device, parallel.compute_dtype(trainable_dtype(config)))
     if kernel != spec.config.attn_backend and parallel.device.type == "cuda":
         print_line(f"attention: --attn_backend {spec.config.attn_backend} uses the kernel of {kernel} without a mask")
@@ -83,7 +84,8 @@ def assemble(checked: ResolvedRun, parallel: Strategy, watchdog: Watchdog, memor
     resolved, config = replace(checked, config=chosen), record_choices(config, automatic)
     transformer, optimizer = _load_trained(resolved, spec, parallel, lr=lr)
     network = parallel.unwrap(transformer)
-    method = load_method(config.training.method)(
+    method_class: Any = checked.parts.method or load_method(config.training.method)
+    method = method_class(
         MethodParts(
             config=chosen, spec=spec, process=spec.process(scheduler), scheduler=scheduler,
             geometry=spec.facts.geometry, vae_stats=vae_stats, source=source, parallel=parallel, network=network,
@@ -105,9 +107,13 @@ def assemble(checked: ResolvedRun, parallel: Strategy, watchdog: Watchdog, memor
     restore(state, start)
     _record_start(state, checked)
     _store_initial_lora(state, checked)
-    first_step = start.schedule_start
-    schedule = lr_schedule(config.optimizer, lr=lr, total_steps=max(1, total_steps - first_step), first_step=first_step)
+    schedule = checked.parts.lr_at or _make_schedule(config, lr=lr, total_steps=total_steps, start=start)
     return Trainer(state, lr_at=schedule, callbacks=callbacks, activations=activations)
+
+
+def _make_schedule(config: TrainConfig, *, lr: float, total_steps: int, start: Start) -> Callable[[int], float]:
+    first_step = start.schedule_start
+    return lr_schedule(config.optimizer, lr=lr, total_steps=max(1, total_steps - first_step), first_step=first_step)
 
 
 def _print_notes(checked: ResolvedRun, spec: ModelSpec) -> None:
@@ -145,12 +151,16 @@ def _load_trained(checked: ResolvedRun, spec: ModelSpec, parallel: Strategy, *, 
             lambda: load_trainable_transformer(
                 checked, spec, mapped or dtype, device=parallel.device, sequence_group=parallel.sequence_group
             ),
-            lambda parameters: create_optimizer(
-                parameters,
-                config=config.optimizer,
-                lr=lr,
-                device_type=parallel.device.type,
-                stochastic_rounding=config.training.master_weights == "stochastic_rounding",
+            lambda parameters: (
+                create_optimizer(
+                    parameters,
+                    config=config.optimizer,
+                    lr=lr,
+                    device_type=parallel.device.type,
+                    stochastic_rounding=config.training.master_weights == "stochastic_rounding",
+                )
+                if checked.parts.optimizer is None
+                else custom_optimizer(checked.parts.optimizer, parameters)
             ),
             blocks=spec.blocks,
             swap=block_swap(swapped, spec, parallel),
@@ -221,12 +231,12 @@ def _make_validations(
 def _schedule(
     state: TrainState, source: BatchSource, steps: int | None, epochs: int | None = None
 ) -> Callable[[int], bool]:
-    """Return a test of whether to sample after a step: every N steps, after every N epochs, and after the last step."""
+    """Return a test of whether to sample after a step: every N steps, and after every N epochs."""
     total = state.total_steps
     due = range(steps, total, steps) if steps else ()
     ends = (source.steps_for_epochs(n) for n in count(epochs, epochs)) if epochs else ()
     epoch_ends = set(takewhile(lambda step: step <= total, ends))
-    return lambda step: step == total or step in due or step in epoch_ends
+    return lambda step: step in due or step in epoch_ends
 
 
 def _record_start(state: TrainState, checked: ResolvedRun) -> None:

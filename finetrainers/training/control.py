@@ -192,6 +192,7 @@ class Requests:
 
     Attributes:
         stop: name of the signal, file or guard that requested the end of the run, or None.
+        finish: reason of a callback for ending the run with results, as after its last step, or None.
         save: whether a checkpoint was requested.
         sample: whether samples were requested.
     """
@@ -199,6 +200,7 @@ class Requests:
     def __init__(self, *, run_dir: RunDirectory, parallel: Strategy) -> None:
         self.signals = StopSignals(logs_signal=parallel.is_main)
         self.stop: str | None = None
+        self.finish: str | None = None
         self.save = False
         self.sample = False
         self._pending = [0, 0, 0]  # see `collect_pending`

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from finetrainers.config.root import TrainConfig
@@ -67,6 +69,25 @@ class Guards:
             self.hacking.load_state_dict(state.get("hacking", {}))
 
 
+@dataclass(frozen=True)
+class Sample:
+    """A sample of the current weights.
+
+    Attributes:
+        prompt: its prompt.
+        frames: `[T, H, W, 3]` uint8.
+        fps: frames per second.
+        path: its file.
+        number: position among the samples of all processes.
+    """
+
+    prompt: str
+    frames: np.ndarray
+    fps: float
+    path: Path
+    number: int
+
+
 @dataclass
 class TrainState:
     """State of a run: the network that it trains, its progress, and its records.
@@ -89,6 +110,9 @@ class TrainState:
         data_ahead: how many steps the data position is ahead of `step`, since a rollback skips data.
         oldest_rollback_step: the first step whose checkpoint has all parts that this run has.
         stopped_by: name of the signal, file or guard that stopped the run before its last step, or None.
+        finished_by: reason that a callback gave for making this step the last one, or None.
+        wants_samples: whether a callback uses `on_samples`, so that frames stay in host memory until then.
+        samples: the samples that a callback has just drawn on this process, or None; see `Callback.on_samples`.
         requests: requests from outside: a stop, a checkpoint, samples.
         guards: checks of every step, with state that checkpoints store.
         staging: copies of the state that asynchronous checkpoints are written from; code that changes weights waits
@@ -113,6 +137,9 @@ class TrainState:
     data_ahead: int = 0
     oldest_rollback_step: int = 0
     stopped_by: str | None = None
+    finished_by: str | None = None
+    wants_samples: bool = False
+    samples: list[Sample] | None = None
     requests: Requests = field(init=False)
     guards: Guards = field(init=False)
     staging: Staging = field(init=False, default_factory=Staging)
@@ -120,6 +147,11 @@ class TrainState:
     def __post_init__(self) -> None:
         self.requests = Requests(run_dir=self.run_dir, parallel=self.parallel)
         self.guards = Guards(self.config, parallel=self.parallel, run_dir=self.run_dir)
+
+    @property
+    def is_last_step(self) -> bool:
+        """True if all steps are taken, or the run ends with results after this one."""
+        return self.step >= self.total_steps or self.finished_by is not None
 
     @property
     def network(self) -> Any:

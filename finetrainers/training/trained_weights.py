@@ -64,7 +64,7 @@ def mapped_dtype(checked: ResolvedRun, spec: ModelSpec) -> torch.dtype | None:
     """
     config, checkpoint, initial = checked.config, checked.start.checkpoint, checked.start.initial
     is_full, dtype = config.training.training_type == "full-finetune", trainable_dtype(config)
-    files = spec.files_of(spec.facts.trained)
+    files = [] if spec.network is not None else spec.files_of(spec.facts.trained)
     if checkpoint is not None and is_full:
         files = sorted((checkpoint / spec.facts.trained).iterdir())
     if not files or any(file.parent != files[0].parent for file in files) or len(files) == 1:
@@ -106,7 +106,7 @@ def load_trainable_transformer(
             transformer = spec.load_transformer(dtype)
         except ConfigError as error:
             raise ConfigError(attribute_to_option(error.problems, initial)) from error
-    make_trainable(transformer, config.training)
+    make_trainable(transformer, config.training, checked.parts.lora)
     if checkpoint is not None and config.training.training_type == "lora":
         load_lora_weights(checkpoint, transformer)
     elif checkpoint is None and initial is not None and initial.kind == "lora":

@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from finetrainers.methods.base import Step
-from finetrainers.optim.in_backward import get_step_in_backward
+from finetrainers.optim.in_backward import StepInBackward, get_step_in_backward
 from finetrainers.optim.schedules import set_lr
 from finetrainers.parallel.hardware import hardware_monitor
 from finetrainers.plan.start_report import print_stopped
@@ -77,7 +77,7 @@ class Trainer:
         state.transformer.train()
         with self._running():
             self._begin()
-            while state.step < state.total_steps and state.stopped_by is None:
+            while not state.is_last_step and state.stopped_by is None:
                 state.watchdog.enter("step")
                 self._run_until_rollback()
 
@@ -165,10 +165,9 @@ class Trainer:
             state.watchdog.enter("step")
             probe_memory(state, accumulate_gradients)
         state.memory.begin_training()
+        state.wants_samples = any(type(each).on_samples is not Callback.on_samples for each in self.callbacks)
         state.watchdog.enter("sampling")
-        for callback in self.callbacks:
-            begin_work(None)
-            self._log(callback.on_start(state))
+        self._call_samplers("on_start")
 
     def _run_until_rollback(self) -> None:
         """Train until the last step, a stop, or a rollback."""
@@ -192,13 +191,16 @@ class Trainer:
                 self._log_interval(records, seconds)
                 records, seconds = [], 0.0
             self._poll()
+            self._finish_if_requested()
+            if state.is_last_step and records:
+                self._log_interval(records, seconds)
             self._save_if_due()  # before sampling, which may run out of memory
             if state.stopped_by is not None:
                 return
             self._sample_if_due()
             if _is_save_requested(state):  # by the hooks that have just run
                 self._save(replace=True)
-            if state.stopped_by is not None:
+            if state.stopped_by is not None or state.is_last_step:
                 return
             state.watchdog.enter("step")
             started = self._begin_interval()
@@ -233,10 +235,7 @@ class Trainer:
                 started = time.perf_counter()
                 with attempt:
                     totals = {**accumulate_gradients(state, attempt)}
-            with advise_on_oom("exchanging and clipping gradients"), record_function("exchange and clip"):
-                parallel.all_reduce()
-                fault_point("backward", parallel.gradients())
-                grad_norm = parallel.clip_grad_norm() if step_in_backward is None else step_in_backward.take_norm()
+            grad_norm = self._exchange_and_clip(step_in_backward)
             if grad_norm is not None:
                 totals["grad_norm"] = grad_norm
         totals |= step.metrics
@@ -260,6 +259,20 @@ class Trainer:
         self._is_updating = False
         return record
 
+    @advise_on_oom("exchanging and clipping gradients")
+    def _exchange_and_clip(self, step_in_backward: StepInBackward | None) -> Tensor | None:
+        """Average gradients over ranks, pass them to callbacks, and clip them; return their norm before clipping."""
+        parallel = self.state.parallel
+        with record_function("exchange and clip"):
+            parallel.all_reduce()
+            fault_point("backward", parallel.gradients())
+            if step_in_backward is not None:
+                return step_in_backward.take_norm()
+            parallel.unscale_gradients()
+            for callback in self.callbacks:
+                callback.on_gradients(self.state)
+            return parallel.clip_grad_norm()
+
     def _attempts(self, step: Step[Any]) -> Iterable[Attempt]:
         """Return attempts at a step, which an OOM repeats in smaller micro-batches; the meter counts the last one."""
         attempts, meter = self.state.guards.memory.attempts(step, flags=self._collect_flags), self.state.meter
@@ -282,6 +295,13 @@ class Trainer:
         *requests, writing = agreed
         self.state.requests.apply(requests)
         self.saving.poll(writing)
+
+    def _finish_if_requested(self) -> None:
+        """Make this step the last one if a callback has requested it, and the run can be resumed from here."""
+        state = self.state
+        if state.requests.finish is not None and not state.is_last_step and state.method.can_stop_after(state.step):
+            state.finished_by = state.requests.finish
+            state.run_dir.event("finish_requested", step=state.step, by=state.finished_by)
 
     def _replan_activations(self, step: Step[Any], record: Record, *, seconds: float) -> None:
         """Let the planner adapt what blocks store to the measured step."""
@@ -324,7 +344,7 @@ class Trainer:
         """Save every N steps and at the end; on a request or a stop, after the next step that can be resumed from."""
         state = self.state
         every = state.config.training.checkpointing_steps
-        is_due = state.step == state.total_steps or (every > 0 and state.step % every == 0)
+        is_due = state.is_last_step or (every > 0 and state.step % every == 0)
         if is_due or _is_save_requested(state):
             self._save()
         else:
@@ -348,7 +368,7 @@ class Trainer:
             self._blocked_s += time.perf_counter() - started
             self._saved_step = state.step
         requests.save = self._may_reserve_memory = False
-        if stops and state.step < state.total_steps:
+        if stops and not state.is_last_step:
             state.stopped_by = requests.stop
 
     def _reserve_save_memory(self) -> None:
@@ -368,13 +388,22 @@ class Trainer:
         if requested and not any(callback.samples for callback in self.callbacks):
             logger.warning("samples requested, but there are no validation prompts and no held-out items")
         state.watchdog.enter("sampling")
-        for callback in self.callbacks:
-            begin_work(None)
-            self._log(callback.on_step(state))
+        self._call_samplers("on_step")
         # A request by these hooks is fulfilled after the next step: some of the callbacks have had their turn.
         # After the last step everything is sampled anyway.
-        requests.sample = requests.sample and not requested and state.step < state.total_steps
-        self._log(state.memory.take_validation_record(is_last=state.step == state.total_steps))
+        requests.sample = requests.sample and not requested and not state.is_last_step
+        self._log(state.memory.take_validation_record(is_last=state.is_last_step))
+
+    def _call_samplers(self, hook: Literal["on_start", "on_step"]) -> None:
+        """Call a hook of all callbacks, log the numbers that they return, and pass on the samples that they draw."""
+        state = self.state
+        for callback in self.callbacks:
+            begin_work(None)
+            self._log(getattr(callback, hook)(state))
+            samples, state.samples = state.samples, None
+            if samples is not None:
+                for listener in self.callbacks:
+                    self._log(listener.on_samples(state, samples))
 
     def _log_interval(self, records: list[Record], seconds: float) -> None:
         """Log the steps since the last record, with the seconds of saving and those of waiting for a slow rank."""

@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 
-def same_name(first: Any, second: Any) -> bool:
-    """Return whether two objects, or their addresses, have one module and name: one may replace the other."""
-    return first is second or (_name(first) is not None and _name(first) == _name(second))
+def same_origin(first: Any, second: Any) -> bool:
+    """Return whether two objects are defined in one module, or two addresses are equal: one may replace the other."""
+    if first is second or isinstance(first, str) or isinstance(second, str):
+        return bool(first == second)
+    module = getattr(first, "__module__", None)  # an instance has its class's
+    return module is not None and module == getattr(second, "__module__", None)
 
 
-def _name(value: Any) -> str | None:
+def describe_address(value: Any) -> str:
+    """Return the address of a function, of a class or of an instance's class; an address is returned as it is."""
     if isinstance(value, str):
         return value
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    return None if module is None or name is None else f"{module}:{name}"
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 def resolve(address: str) -> Any:

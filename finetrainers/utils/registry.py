@@ -11,6 +11,7 @@ from functools import lru_cache
 from importlib import import_module, metadata
 from typing import Any, Generic, TypeVar
 
+from .addresses import describe_address, same_origin
 from .failures import InputError
 from .text import nearest, printable
 
@@ -37,14 +38,15 @@ class Registry(Generic[T]):
         group: str,
         *,
         problem: Callable[[str, Any], str | None],
-        is_same: Callable[[Any, Any], bool],
+        origins: Callable[[Any], tuple[Any, ...]],
         added: Callable[[str, T], str | None] = lambda name, value: None,
         module: str = "",
     ) -> None:
         """Args:
         noun, group: see the class.
         problem: returns why an object cannot have a name, to follow its description, or None if it can.
-        is_same: whether an object may take the place of another of its name, as notebook cells are run again.
+        origins: returns the functions, classes and addresses of an object. It replaces an object of its name if theirs
+            are from the same modules: notebook cells are edited and run again.
         added: takes note of a new object; returns why it cannot, as `problem` does, or None if it can.
         module: module below `finetrainers` that registers the objects of this package, imported like an entry point.
         """
@@ -54,18 +56,23 @@ class Registry(Generic[T]):
         self.broken: list[str] = []
         self.added = added
         self._module = module
-        self._problem, self._is_same = problem, is_same
+        self._problem, self._origins = problem, origins
         self._loaded: set[metadata.EntryPoint] = set()
 
     def add(self, name: str, value: T) -> None:
-        """Register an object; one that is the same may be registered again.
+        """Register an object; it replaces one of its name that was defined in the same module.
 
         Raises:
             ValueError: the name is taken, or the object cannot have it.
         """
         problem = self._problem(name, value)
-        if problem is None and name in self.registered and not self._is_same(self.registered[name], value):
-            raise InputError(f"{self.noun} {name!r} is registered already", "duplicate")
+        if problem is None and name in self.registered:
+            registered = self._origins(self.registered[name])
+            if not all(map(same_origin, registered, self._origins(value))):
+                place = describe_address(registered[0])
+                raise InputError(
+                    f"{self.noun} {name!r} is registered already, as {place}; use another name", "duplicate"
+                )
         problem = problem or self.added(name, value)
         if problem is not None:
             raise ValueError(f"{self.noun} {name!r} {problem}")

@@ -13,7 +13,7 @@ from refusals import refused_command
 
 from finetrainers.cli.main import main
 from finetrainers.draw.curves import Marks, draw, marks_of, plot_run, read_metrics
-from finetrainers.training.callbacks.samples import video_sheet
+from finetrainers.draw.sample_files import video_sheet
 from finetrainers.utils.video import write_mp4
 
 

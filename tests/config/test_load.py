@@ -6,9 +6,10 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 from refusals import refused_options
 
-from finetrainers.config.document import configuration_page, json_schema
+from finetrainers.config.document import configuration_page, json_schema, options_module
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import dump_toml, load_config
@@ -32,6 +33,26 @@ def test_precedence_is_defaults_file_flags(tmp_path):
     )
     config, _ = parse_flags(["--config", str(file), "--rank", "4"])
     assert (config.training.rank, config.optimizer.lr, config.training.lora_alpha) == (4, 3e-4, 64)
+
+
+def test_a_configuration_or_a_dictionary_is_a_source_like_a_file():
+    config = load_config(
+        {"model": {"pretrained_model_name_or_path": "repo"}, "data_root": Path("clips")}, method="grpo", lr=3e-4,
+        transformer_id=Path("dit"), vae_dtype=torch.float16, profile_steps="3:5",
+        reward=[{"name": "videoalign.vq", "options": {"path": Path("a"), "device": torch.device("cuda:1"), "n": 2}}],
+    )  # fmt: skip
+    assert (config.model.transformer_id, config.model.vae_dtype) == ("dit", "fp16")
+    assert config.grpo.reward[0].options == {"path": "a", "device": "cuda:1", "n": "2"}
+    run = config.with_chosen({"rank": 8, "train_steps": 70}, "family")  # as that of a result
+    changed = load_config(run, rank=16)
+    assert (changed.training.rank, changed.training.train_steps, dict(changed.chosen)) == (
+        16, 70, {"train_steps": "family"},
+    )  # fmt: skip
+    assert load_config(config) == config
+    assert load_config(run).chosen == run.chosen
+    assert not load_config(config).is_given("rank")
+    with refused_options(("rnk", "unknown"), ("lr", "invalid")):
+        load_config(config, rnk=8, lr="much")
 
 
 @pytest.mark.parametrize(
@@ -214,6 +235,12 @@ def test_every_option_is_described_and_documented():
     for name, option in fields().items():
         assert option.field.description.endswith((".", ")")), name
         assert f"`{name}`" in page
+
+
+def test_the_types_of_options_are_current():
+    """`finetrainers docs --types > finetrainers/config/options.py` writes them."""
+    file = ROOT / "finetrainers" / "config" / "options.py"
+    assert options_module() == file.read_text()
 
 
 def test_schema_accepts_a_dumped_config_and_refuses_a_typo(tmp_path):

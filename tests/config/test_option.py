@@ -41,7 +41,7 @@ def those(**properties: object) -> set[str]:
 def test_what_a_resumed_run_must_keep_is_what_it_always_was():
     """Written out, since an option that is lost here resumes silently as another run."""
     assert critical_options() == {
-        **dict.fromkeys(("model_name", "expert", "training_type", "method", *LORA)),
+        **dict.fromkeys(("model_name", "expert", "training_type", "method", "parts", *LORA)),
         **dict.fromkeys(("optimizer", "use_8bit_bnb", "use_cpu_offload_optimizer", "master_weights"), "optimizer"),
         **dict.fromkeys(("seed", *DIFFUSION), "rng"),
         "use_ema": "ema",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -25,8 +26,8 @@ def test_a_name_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
         registry.register_method("other", "collections:Counter")
 
 
-def test_a_class_of_the_same_name_is_registered_again_and_other_kinds_never(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook's cell that is run again makes another class of the same name."""
+def test_a_module_replaces_its_own_class_and_other_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook's cell that is edited and run again makes another class."""
     monkeypatch.setattr(METHODS, "registered", dict(METHODS.registered))
 
     def cell() -> type:
@@ -38,6 +39,11 @@ def test_a_class_of_the_same_name_is_registered_again_and_other_kinds_never(monk
     registry.register_method("mine", first)
     registry.register_method("mine", second)
     assert registry.load_method("mine") is second
+    renamed = type("Renamed", (), {"__module__": __name__})
+    registry.register_method("mine", renamed)
+    assert registry.load_method("mine") is renamed
+    with refused("duplicate", "'mine'", f"{__name__}:Renamed"):
+        registry.register_method("mine", OrderedDict)
     for method, spec in ((42, None), ("no address", None), (MethodSpec, None), (second, 42), (second, second)):
         options: Any = {} if spec is None else {"spec": spec}
         with pytest.raises(ValueError, match="mine"):

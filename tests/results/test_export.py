@@ -18,11 +18,11 @@ from finetrainers.cli.main import main
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.config.prompts import ValidationPrompt
+from finetrainers.draw.sample_files import write_sample
 from finetrainers.plan.preflight import preflight
 from finetrainers.results import export as module
 from finetrainers.results.card_facts import write_grid
 from finetrainers.results.export_formats import export_formats, find_source
-from finetrainers.training.callbacks.samples import write_sample
 from finetrainers.utils.phases import label
 from finetrainers.utils.video import write_mp4
 
@@ -281,7 +281,7 @@ def test_push_uploads_results_and_nothing_else(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "HfApi", Api)
     state, _ = finished(tmp_path, push_to_hub=True, hub_model_id="my-lora")
-    module.push(state)
+    module.push(state.config)
     assert (calls["token"], calls["name"], calls["repo"]) == ("secret-token", "my-lora", "me/my-lora")
     assert not any("checkpoints" in pattern or "precomputed" in pattern for pattern in calls["patterns"])
 

@@ -171,7 +171,11 @@ def test_a_checkpoint_that_came_before_the_lock_is_taken(options: Callable[..., 
 def test_ranks_wait_for_samples_under_the_limit_of_sampling() -> None:
     told: list[str] = []
     state: Any = SimpleNamespace(
-        step=3, requests=SimpleNamespace(sample=False), parallel=SimpleNamespace(barrier=lambda: told.append("wait"))
+        step=3,
+        is_last_step=False,
+        wants_samples=False,
+        requests=SimpleNamespace(sample=False),
+        parallel=SimpleNamespace(barrier=lambda: told.append("wait")),
     )
     for due, expected in ((False, []), (True, ["sample", "wait"])):
         sampling: Any = SimpleNamespace(due=lambda _, due=due: due, sample=lambda _: told.append("sample"), scores=None)

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from finetrainers.config.facts import Facts
 from finetrainers.config.load import load_config
 from finetrainers.config.root import changed_options, fields
+from finetrainers.draw.sample_files import write_sample
 from finetrainers.models.registry import families
 from finetrainers.rundir.run_records import read_run
 from finetrainers.runs.training import train
-from finetrainers.training.callbacks.samples import write_sample
 from finetrainers.training.callbacks.validation import Validation
 from finetrainers.utils.failures import Kind
 

@@ -45,8 +45,8 @@ FOLDERS = (
     "data/loading",
 )
 OTHER_COMMANDS = (
-    "tools/batch_search", "plan/check.py", "tools/doctor", "tools/init/", "results/export_formats.py",
-    "results/reports", "sampling/", "runs/stages", "tools/sync.py", "sampling/watch",
+    "tools/batch_search", "plan/check.py", "plan/estimate.py", "tools/doctor", "tools/init/",
+    "results/export_formats.py", "results/reports", "sampling/", "runs/stages", "tools/sync.py", "sampling/watch",
     "models/files/lora_formats.py", "models/tiny", "rewards/server.py", "rewards/limits.py",
 )  # fmt: skip
 #: Functions whose refusals no dry run reaches, by the reason; with a count, how many places of each, else one.
@@ -150,7 +150,9 @@ AFTER = {
     """,
     "A mistake of whoever calls the function, which no configuration makes; or a call from Python that is no run.": """
         data/loading/training_data.py: TrainingData._as_neighbors
-        runs/training.py: TrainResult.pipeline
+        runs/training.py: TrainResult._require_weights, TrainResult.load 3, TrainResult.pipeline
+        optim/factory.py: custom_optimizer 2
+        plan/parts.py: _lora_conflicts 2
         memory/checkpointing.py: _run_keeping_attention
         memory/quantization.py: QuantizedLinear.__getattr__
         methods/registry.py: register_method 2

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.config.root import TrainConfig
-from finetrainers.training.callbacks.samples import video_sheet
+from finetrainers.draw.sample_files import video_sheet
 from finetrainers.training.callbacks.trackers import TRACKERS, Media, Place, TrackedRun
 from finetrainers.utils.files import write_json_atomic
 from finetrainers.utils.reading import read_json_object, read_jsonl

@@ -1,17 +1,12 @@
-"""Base class of callbacks, which watch a run and never change the math; they are called in the order of the list."""
+"""Base class of callbacks, which watch a run, and may change gradients; called in the order of the list."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
-
-from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.utils.failures import Kind
-from finetrainers.utils.text import nearest
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..state import TrainState
+    from ..state import Sample, TrainState
 
 #: One log record: `step` and named numbers, the same on every rank.
 Record = dict[str, float]
@@ -20,7 +15,8 @@ Record = dict[str, float]
 class Callback:
     """Hooks of a run; override those you need. Every rank runs every hook.
 
-    Numbers that `on_start` or `on_step` returns are logged as one record; every rank must return the same names.
+    Numbers that `on_start`, `on_step` or `on_samples` returns are logged as one record; every rank must return the same
+    names.
 
     Attributes:
         samples: whether it samples or evaluates, and fulfills `state.requests.sample`.
@@ -31,11 +27,17 @@ class Callback:
     def on_start(self, state: TrainState) -> Record | None:
         """Run before the first step of this process."""
 
+    def on_gradients(self, state: TrainState) -> None:
+        """Run in each step when `.grad` of the weights is complete: averaged over ranks, and not yet clipped."""
+
     def on_step(self, state: TrainState) -> Record | None:
         """Run after each optimizer step."""
 
     def on_log(self, state: TrainState, record: Record) -> None:
         """Run at every record: each `logging_steps` steps, and whenever a callback returns numbers."""
+
+    def on_samples(self, state: TrainState, samples: Sequence[Sample]) -> Record | None:
+        """Run after samples of the validation or the evaluation are on disk, with those of this rank, perhaps none."""
 
     def on_back(self, state: TrainState) -> None:
         """Run after a rollback to an earlier step, which also truncates `metrics.jsonl`."""
@@ -45,52 +47,3 @@ class Callback:
 
     def on_end(self, state: TrainState) -> None:
         """Run after the last step, when the results are on disk; or when the run was stopped, with a checkpoint."""
-
-
-_HOOKS = {name: value for name, value in vars(Callback).items() if name.startswith("on_")}
-
-
-def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Check callbacks of a user before anything is loaded.
-
-    Raises:
-        ConfigError: a callback is not an instance of `Callback`, or has hooks that are not called or cannot be.
-    """
-    if isinstance(callbacks, Callback) or not isinstance(callbacks, Sequence):
-        raise ConfigError([Problem(_WHERE, f"expected a list of callbacks, got {_type_name(callbacks)}")])
-    problems = [
-        Problem(f"{_WHERE}[{index}]", message, kind)
-        for index, callback in enumerate(callbacks)
-        for message, kind in _callback_problems(callback)
-    ]
-    if problems:
-        raise ConfigError(problems)
-
-
-_WHERE = "callbacks"
-
-
-def _callback_problems(callback: Any) -> Iterator[tuple[str, Kind]]:
-    if isinstance(callback, type):
-        yield f"expected an instance, got the class {callback.__name__}; write {callback.__name__}(...)", "invalid"
-        return
-    if not isinstance(callback, Callback):
-        message = (
-            f"expected an instance of finetrainers.Callback, got {_type_name(callback)}; derive its class from Callback"
-        )
-        yield message, "invalid"
-        return
-    for name in [name for name in dir(type(callback)) if name.startswith("on_")]:
-        if name not in _HOOKS:
-            hint = nearest(name, _HOOKS)
-            yield f"{_type_name(callback)} has no hook {name}{hint}; rename methods that are not hooks", "unknown"
-            continue
-        parameters = list(inspect.signature(_HOOKS[name]).parameters)[1:]
-        try:
-            inspect.signature(getattr(callback, name)).bind(*parameters)
-        except TypeError as error:
-            yield f"{_type_name(callback)}.{name} must take ({', '.join(parameters)}): {error}", "invalid"
-
-
-def _type_name(value: Any) -> str:
-    return f"{'an' if type(value).__name__[0] in 'AEIOUaeiou' else 'a'} {type(value).__name__}"

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from finetrainers.draw.sample_files import write_sample
+from finetrainers.methods.registry import method_spec
 from finetrainers.utils.alive import begin_work
 from finetrainers.utils.phases import VALIDATION, phase
 from finetrainers.utils.video import slug
 
+from ..state import Sample
 from .base import Callback, Record
-from .samples import write_sample
 
 if TYPE_CHECKING:
     from ..state import TrainState
@@ -30,7 +32,7 @@ class MethodEvaluation(Callback):
 
     def on_step(self, state: TrainState) -> Record | None:
         every = state.config.validation.eval_steps
-        is_due = state.requests.sample or state.step == state.total_steps or (every and state.step % every == 0)
+        is_due = state.requests.sample or state.is_last_step or (every and state.step % every == 0)
         return self.evaluate(state) if is_due else None
 
     @phase(VALIDATION)
@@ -42,14 +44,17 @@ class MethodEvaluation(Callback):
         with state.ema_applied(), torch.no_grad():
             evaluation = state.method.evaluate(state.transformer)
         state.transformer.train(was_training)
+        state.samples = [] if state.wants_samples and method_spec(state.config).samples else None
         for number, prompt, video in evaluation.clips:
             frames = (video.permute(0, 2, 3, 1) * 255).round().byte().numpy()
             count, height, width, _ = frames.shape
             seed = state.config.training.seed
-            write_sample(
+            path = write_sample(
                 state.run_dir.root / "samples", f"eval-{number:03d}-{slug(prompt)}", frames,
                 step=state.step, fps=self.fps,
                 heading=f"{' '.join(prompt.split())}\nseed {seed} | {count} x {height} x {width} at {self.fps:g} fps",
             )  # fmt: skip
+            if state.samples is not None:
+                state.samples.append(Sample(prompt, frames, self.fps, path, number))
         state.parallel.barrier()  # until the clips of all ranks are written
         return dict(evaluation.record)

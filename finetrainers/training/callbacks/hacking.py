@@ -54,7 +54,7 @@ class HackingWatch(Callback):
         state.run_dir.event("reward_hacking", step=state.step, **asdict(hacking), checkpoint=checkpoint)
         if state.parallel.is_main:
             logger.warning("step %d: reward hacking: %s", state.step, hacking_text(hacking, checkpoint))
-        if self.guard.rule.action == "stop" and state.step < state.total_steps:
+        if self.guard.rule.action == "stop" and not state.is_last_step:
             state.requests.request_stop(HACKING_GUARD)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.sections import RunSection
+from finetrainers.draw.sample_files import SHEET_VIDEOS, video_sheet
 from finetrainers.utils.reading import read_jsonl
 from finetrainers.utils.video import read_comment
 
 from .base import Callback, Record
-from .samples import SHEET_VIDEOS, video_sheet
 from .trackers import PLAIN, TRACKERS, Media, Place, TrackedRun
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import nn
 
 from finetrainers.config.sections import ValidationSection
+from finetrainers.draw.sample_files import write_sample
 from finetrainers.utils.alive import begin_work
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.phases import VALIDATION, phase
@@ -24,8 +24,8 @@ from ..sampling import (
     prompt_request,
     sample_prompts,
 )
+from ..state import Sample
 from .base import Callback, Record
-from .samples import write_sample
 from .scores import SampleScores
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Validation(Callback):
         section: number of videos, steps, guidance, offloading, and the frame rate, which is set.
         scheduler: the checkpoint's scheduler.
         load_vae: returns the VAE: the one in use, or a fresh one where latents are precomputed.
-        due: whether to sample after this step.
+        due: whether to sample after this step, unless it is the last one.
         at_start: whether to sample before the first step.
         scores: scores the samples, or None if they are not scored.
         prefix: of the samples' file names.
@@ -74,22 +74,27 @@ class Validation(Callback):
         return self._sample_and_score(state) if self.at_start and state.step == 0 else None
 
     def on_step(self, state: TrainState) -> Record | None:
-        return self._sample_and_score(state) if state.requests.sample or self.due(state.step) else None
+        is_due = state.requests.sample or state.is_last_step or self.due(state.step)
+        return self._sample_and_score(state) if is_due else None
 
     def _sample_and_score(self, state: TrainState) -> Record | None:
         begin_work("validation")
         samples = self.sample(state)
-        # After sampling, so that activations of rewards do not add to those of the pipeline.
-        record = None if self.scores is None else self.scores.record(samples, fps=self.settings.frame_rate)
+        state.samples = samples if state.wants_samples else None
+        record = None
+        if self.scores is not None:  # after sampling, so that activations of rewards do not add to the pipeline's
+            clips = [(sample.number, sample.prompt, sample.frames) for sample in samples]
+            record = self.scores.record(clips, fps=self.settings.frame_rate)
         # Ranks with less to do wait here: in the next step they would wait under its limit, and as if for a slow rank.
         state.parallel.barrier()
         return record
 
     @phase(VALIDATION)
-    def sample(self, state: TrainState) -> list[tuple[int, str, np.ndarray]]:
-        """Sample this rank's share of the prompts into `samples/step-N/`; return number, prompt and frames of each.
+    def sample(self, state: TrainState) -> list[Sample]:
+        """Sample this rank's share of the prompts into `samples/step-N/`; return the samples.
 
-        The list is empty unless samples are to be scored. If processes share prompts, each writes and scores some.
+        The list is empty unless they are to be scored, or a callback uses them. If processes share prompts, each writes
+        and scores some.
         """
         fault_point("sample")
         parallel, samples = state.parallel, state.run_dir.root / "samples"
@@ -97,9 +102,9 @@ class Validation(Callback):
         local_jobs = jobs[parallel.data_rank :: parallel.data_size]
         # Where a forward pass is collective, every rank must make as many as the busiest one.
         padding = -(-len(jobs) // parallel.data_size) - len(local_jobs) if parallel.forward_is_collective else 0
-        samples_to_score: list[tuple[int, str, np.ndarray]] = []
+        returned: list[Sample] = []
         if not local_jobs and not padding:
-            return samples_to_score
+            return returned
 
         transformer = state.transformer if parallel.forward_is_collective else state.network
         transformer.eval()
@@ -119,18 +124,19 @@ class Validation(Callback):
             for index, frames in parallel.take_turns(clips):
                 prompt, video = local_jobs[index]
                 text = " ".join(self.encoded.prompts[prompt].prompt.split())
-                write_sample(
+                path = write_sample(
                     samples, f"{self.prefix}{prompt:02d}-{slug(text)}-{video}", frames, step=state.step,
                     fps=self.settings.frame_rate, heading=f"{text}\n{self._settings(prompt, video, seed)}",
                 )  # fmt: skip
-                if self.scores is not None:
+                if self.scores is not None or state.wants_samples:
                     number = jobs.index(local_jobs[index])
-                    samples_to_score.append((number, self.encoded.prompts[prompt].prompt, frames))
+                    prompt_text = self.encoded.prompts[prompt].prompt
+                    returned.append(Sample(prompt_text, frames, self.settings.frame_rate, path, number))
         transformer.train()
         del vae, parts
         free_memory()
         state.run_dir.event("samples", step=state.step, path=str(samples / f"step-{state.step:06d}"))
-        return samples_to_score
+        return returned
 
     def _settings(self, prompt: int, video: int, seed: int) -> str:
         """Return a readable description of how a sample is drawn."""

@@ -169,7 +169,7 @@ def save_checkpoint(state: TrainState, background: BackgroundSave) -> Path:
     description = f"saving {final}"
     training = state.config.training
     # After the last checkpoint of a run, training has ended.
-    in_background = training.async_checkpointing and state.step < state.total_steps and state.requests.stop is None
+    in_background = training.async_checkpointing and not state.is_last_step and state.requests.stop is None
     _wait_for_previous(state, background)
     with parallel.raise_on_all_ranks(description):
         fault_point("save")

@@ -21,12 +21,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
+from finetrainers.draw.sample_files import write_sample
 from finetrainers.plan import preflight
 from finetrainers.rundir.run_dir import RunDirectory
 from finetrainers.runs.training import train
 from finetrainers.sampling.watch.tracked import WatchTracker, whose_run
 from finetrainers.training.callbacks import tracking
-from finetrainers.training.callbacks.samples import write_sample
 from finetrainers.training.callbacks.trackers import Media
 from finetrainers.training.callbacks.tracking import TrackedMedia, Tracker
 from finetrainers.utils.video import make_gif, read_comment, write_mp4

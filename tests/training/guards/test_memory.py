@@ -23,6 +23,7 @@ from finetrainers.methods.sft import SFT
 from finetrainers.plan.preflight import preflight
 from finetrainers.runs.run import run as run_checked
 from finetrainers.training import assemble, memory_probe
+from finetrainers.training.callbacks.base import Callback
 from finetrainers.training.guards.memory import MemoryGuard, OutOfMemory, is_out_of_memory
 from finetrainers.training.trainer import Trainer
 
@@ -178,7 +179,7 @@ ELSEWHERE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "saving a checkpoint": (
         Trainer._save_if_due,
         {"requests": SimpleNamespace(save=True), "method": SimpleNamespace(can_stop_after=fail), "step": 0,
-         "total_steps": 1, "config": SimpleNamespace(training=SimpleNamespace(checkpointing_steps=0))},
+         "is_last_step": False, "config": SimpleNamespace(training=SimpleNamespace(checkpointing_steps=0))},
     ),
     "sampling or evaluating": (
         Trainer._sample_if_due,
@@ -197,9 +198,10 @@ ELSEWHERE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 def test_memory_that_runs_out_elsewhere_is_named_with_advice(doing: str) -> None:
     call, parts = ELSEWHERE[doing]
     advice = "host memory" if "saving" in doing else "--gradient_checkpointing"
-    trainer = SimpleNamespace(
+    trainer = Trainer.__new__(Trainer)
+    vars(trainer).update(
         state=SimpleNamespace(**parts),
-        callbacks=[SimpleNamespace(on_start=fail, on_step=fail)],
+        callbacks=[type("Failing", (Callback,), {"on_start": fail, "on_step": fail})()],
         lr_at=lambda _: 0.0,
         _attempts=lambda _: [],
         _log=None,

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from finetrainers.draw.contact_sheet import Strip, contact_sheet
 from finetrainers.utils.video import evenly_spaced, read_comment, read_mp4, write_mp4
+
+from .contact_sheet import Strip, contact_sheet
 
 _COLUMNS = 8  # frames of a row
 _ROWS = 8  # steps of a contact sheet, at most

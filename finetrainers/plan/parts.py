@@ -1,0 +1,239 @@
+"""Parts of a run that only Python can give: network, LoRA, method, optimizer, schedule. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.load import load_config
+from finetrainers.config.root import TrainConfig
+from finetrainers.parallel.sharding import expected_split
+from finetrainers.utils.addresses import describe_address
+from finetrainers.utils.failures import Kind
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from torch import nn
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
+
+    from finetrainers.methods.base import Method
+
+#: Options that a part decides itself.
+_EXCLUDED = {
+    "network": ("transformer_id", "init_from", "export_formats"),
+    "optimizer": (
+        "optimizer", "use_8bit_bnb", "beta1", "beta2", "beta3", "weight_decay", "epsilon", "use_cpu_offload_optimizer",
+        "offload_gradients", "optimizer_in_backward",
+    ),
+    "lr_at": ("scale_lr", "lr_scheduler", "lr_warmup_steps", "lr_cooldown_steps", "lr_num_cycles", "lr_power"),
+}  # fmt: skip
+#: Options that take their values from a LoraConfig, and its attribute for each.
+_LORA_OPTIONS = {
+    "rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+}  # fmt: skip
+#: Numbers at both ends of a tensor that a fingerprint covers.
+_ENDS = 4096
+#: Depth of objects within objects that a fingerprint covers.
+_DEEPEST = 12
+#: Initializations of a LoRA that leave the model's own weights as they are.
+_INITIALIZATIONS = (True, False, "gaussian", "orthogonal")
+
+
+@dataclass(frozen=True)
+class CustomParts:
+    """Python objects that take the place of options; None leaves the options as they are.
+
+    Attributes:
+        network: the transformer, trained in a copy.
+        lora: settings of the adapter.
+        method: class of the method; the options and the data are those of `--method`.
+        optimizer: returns the optimizer over a list of trainable parameters.
+        lr_at: learning rate of optimizer step n, from 0.
+    """
+
+    network: nn.Module | None = None
+    lora: LoraConfig | None = None
+    method: type[Method] | None = None
+    optimizer: Callable[[list[Parameter]], Optimizer] | None = None
+    lr_at: Callable[[int], float] | None = None
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """The parts that are not None, by name."""
+        return {part.name: value for part in fields(self) if (value := getattr(self, part.name)) is not None}
+
+    def applied_to(self, config: TrainConfig) -> TrainConfig:
+        """Return a configuration with fingerprints of the parts, and with options that follow from them.
+
+        Raises:
+            ConfigError: a part is of the wrong type, contradicts an option, or is missing from those of an earlier run.
+        """
+        problems = [
+            *missing_part_problems(self, config),
+            *(Problem(name, message, kind) for name, (message, kind) in self._type_problems()),
+        ]
+        if not problems:
+            problems += self._conflicts(config)
+        if problems:
+            raise ConfigError(problems)
+        options: dict[str, Any] = {"parts": [f"{name}={fingerprint(part)}" for name, part in self.by_name.items()]}
+        if self.lora is not None:
+            options |= _lora_options(self.lora)
+        return config if options == {"parts": config.run.parts} else load_config(config, **options)
+
+    def _type_problems(self) -> Iterator[tuple[str, tuple[str, Kind]]]:
+        """Yield the parts that are of the wrong type, each with the message."""
+        for name in ("optimizer", "lr_at"):
+            if name in self.by_name and not callable(self.by_name[name]):
+                argument = "parameters" if name == "optimizer" else "step"
+                yield name, (f"expected a function ({argument}), got {type(self.by_name[name]).__name__}", "invalid")
+        if self.network is not None:
+            from torch.nn import Module
+
+            if not isinstance(self.network, Module):
+                yield "network", (f"expected a torch.nn.Module, got {type(self.network).__name__}", "invalid")
+        if callable(self.lr_at) and (problem := _rate_problem(self.lr_at)) is not None:
+            yield "lr_at", (problem, "invalid")
+        if self.method is not None:
+            from finetrainers.methods.registry import class_problem
+
+            if (problem := class_problem(self.method)) is not None:
+                yield "method", (problem, "invalid")
+        if self.lora is not None:
+            yield from (("lora", problem) for problem in _lora_problems(self.lora))
+
+    def _conflicts(self, config: TrainConfig) -> Iterator[Problem]:
+        """Yield the options that contradict the parts."""
+        for name in self.by_name.keys() & _EXCLUDED.keys():
+            for option in _EXCLUDED[name]:
+                if config.changed(option):
+                    yield Problem(f"--{option}", f"cannot be combined with {name}=; remove one of them", "conflict")
+        if self.optimizer is not None and config.training.master_weights != "fp32":
+            yield Problem("--master_weights", "requires an optimizer of --optimizer; remove one of them", "conflict")
+        if self.optimizer is not None and expected_split(config.parallel).zero_stage:
+            yield Problem("optimizer", "is not supported with DeepSpeed; use DDP or FSDP2", "unsupported")
+        if self.lora is not None:
+            yield from _lora_conflicts(self.lora, config)
+
+
+def missing_part_problems(parts: CustomParts, config: TrainConfig) -> Iterator[Problem]:
+    """Yield the parts that a configuration was trained with, and that are not given."""
+    for part in config.run.parts:
+        name = part.partition("=")[0]
+        if name not in parts.by_name:
+            message = (
+                f"the configuration requires {part}; call train(config, {name}=...) in Python, or set `parts = []` to "
+                "train without it"
+            )
+            yield Problem("--parts", message, "required")
+
+
+def _rate_problem(lr_at: Callable[[int], float]) -> str | None:
+    """Return why a function is not a schedule, by its first value, or None if it may be one."""
+    try:
+        rate = float(lr_at(0))
+    except Exception as error:  # of the user's function
+        return f"lr_at(0) must return a number: {type(error).__name__}: {error}"
+    return None if 0 <= rate < float("inf") else f"lr_at(0) must be a finite number from 0, got {rate}"
+
+
+def _lora_problems(lora: Any) -> Iterator[tuple[str, Kind]]:
+    """Yield why an adapter with these settings cannot be trained, or not be saved as a LoRA file."""
+    from peft import LoraConfig
+
+    if not isinstance(lora, LoraConfig):
+        yield f"expected a peft.LoraConfig, got {type(lora).__name__}", "invalid"
+        return
+    if lora.init_lora_weights not in _INITIALIZATIONS:
+        message = f"init_lora_weights={lora.init_lora_weights!r} changes the model's weights, which no LoRA file has"
+        yield f"{message}; use one of {', '.join(map(repr, _INITIALIZATIONS))}", "unsupported"
+    for name, default in (("bias", "none"), ("modules_to_save", None), ("trainable_token_indices", None)):
+        if (value := getattr(lora, name, default)) not in (default, [], ()):
+            yield f"{name}={value!r} trains weights that a LoRA file does not have; remove it", "unsupported"
+
+
+def _lora_conflicts(lora: LoraConfig, config: TrainConfig) -> Iterator[Problem]:
+    """Yield the options that contradict an adapter's settings."""
+    if config.training.training_type != "lora":
+        yield Problem("lora", "requires --training_type lora; remove one of them", "conflict")
+    for option, value in _lora_options(lora).items():
+        if config.is_given(option) and config.get(option) != value:
+            message = f"is {config.get(option)!r}, and lora= has {value!r}; set only one of them"
+            yield Problem(f"--{option}", message, "conflict")
+
+
+def _lora_options(lora: LoraConfig) -> dict[str, Any]:
+    """Return the options that have the values of an adapter's settings."""
+    options = {option: getattr(lora, attribute) for option, attribute in _LORA_OPTIONS.items()}
+    if isinstance(lora.target_modules, str):
+        options["target_modules"] = [f"(?:{lora.target_modules})"]
+    elif lora.target_modules:
+        options["target_modules"] = sorted(lora.target_modules)
+    return options
+
+
+def fingerprint(value: Any) -> str:
+    """Return the name of an object, and a digest of its source and settings, which is equal for equal objects."""
+    named = value.func if isinstance(value, partial) else value
+    return f"{describe_address(named)} {hashlib.sha256(_describe(value).encode()).hexdigest()[:12]}"
+
+
+def _describe(value: Any, depth: int = 0) -> str:
+    """Return a text that is equal for equal values: of functions the source, defaults and enclosed variables."""
+    describe = partial(_describe, depth=depth + 1)
+    if depth > _DEEPEST:  # perhaps an object that refers to itself
+        return str(describe_address(value))
+    if value is None or isinstance(value, (str, int, float, bool, bytes)):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return json.dumps({str(key): describe(item) for key, item in value.items()}, sort_keys=True)
+    if isinstance(value, (set, frozenset)):
+        return json.dumps(sorted(map(describe, value)))
+    if isinstance(value, Sequence):
+        return json.dumps(list(map(describe, value)))
+    return describe([describe_address(value), *_definition(value)])
+
+
+def _definition(value: Any) -> list[Any]:
+    """Return what makes an object what it is: the source and variables of functions, the settings of others."""
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if inspect.ismethod(value):
+        return [value.__func__, value.__self__]
+    if inspect.isfunction(value):
+        variables = inspect.getclosurevars(value).nonlocals
+        return [_source(value), value.__defaults__, value.__kwdefaults__, variables]
+    if inspect.isclass(value):
+        return [_source(value)]
+    if hasattr(value, "state_dict") and hasattr(value, "named_parameters"):
+        return [dict(getattr(value, "config", {})), _weights_digest(value)]
+    return [value.to_dict() if hasattr(value, "to_dict") else getattr(value, "__dict__", {})]
+
+
+def _weights_digest(network: nn.Module) -> str:
+    """Return a digest of names, dtypes, shapes and both ends of a network's weights."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, tensor in network.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().reshape(-1)
+        for end in (flat[:_ENDS], flat[-_ENDS:]):
+            digest.update(end.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _source(value: Any) -> str:
+    """Return the source of a function or class, or its name if Python does not know the source."""
+    try:
+        return inspect.getsource(value)
+    except (OSError, TypeError):
+        return str(describe_address(value))

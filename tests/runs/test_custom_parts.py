@@ -1,0 +1,141 @@
+"""Parts of a run that only Python can give: they are used, recorded, and required again when the run is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import LTXVideoTransformer3DModel
+from peft import LoraConfig
+from refusals import refused, refused_options
+from safetensors.torch import load_file
+from torch.optim import SGD
+
+from finetrainers import load_config, train
+from finetrainers.config.load import build_config
+from finetrainers.methods.sft import SFT
+from finetrainers.plan.parts import fingerprint
+from finetrainers.sampling.weights import find_target
+
+
+class Halved(SFT):
+    """SFT with half of the loss."""
+
+    calls = 0
+
+    def loss(self, transformer: Any, batch: Any) -> Any:
+        Halved.calls += 1
+        loss, metrics = super().loss(transformer, batch)
+        return loss / 2, {name: value / 2 for name, value in metrics.items()}
+
+
+def lr_at(step: int) -> float:
+    return 0.01 * (step + 1)
+
+
+def test_parts_are_used_recorded_and_required_again(options: Callable[..., dict]) -> None:
+    values = options(train_steps=2, checkpointing_steps=0)
+    for name in ("rank", "lora_alpha", "lr"):
+        del values[name]
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["to_q", "to_k"], rank_pattern={"attn1.to_q": 2})
+    sgd = partial(SGD, lr=1.0, momentum=0.9)
+    parts: dict[str, Any] = {"lora": lora, "method": Halved, "optimizer": sgd, "lr_at": lr_at}
+    result = train(load_config(**values), **parts)
+    records = [record for record in result.metrics if "loss" in record]
+    assert [record["lr"] for record in records] == [0.01, 0.02]
+    assert result.weights is not None
+    ranks = {name: len(tensor) for name, tensor in load_file(result.weights).items() if "lora_A" in name}
+    assert {rank for name, rank in ranks.items() if "attn1.to_q" in name} == {2}
+    assert {rank for name, rank in ranks.items() if "attn1.to_q" not in name} == {4}
+    assert Halved.calls == 2
+    checkpoint = torch.load(
+        next((result.run_dir / "checkpoints").glob("step-2/*optim*")), weights_only=True, map_location="cpu"
+    )
+    assert "momentum_buffer" in str(checkpoint)
+
+    # The digests are in config.toml, from which the run goes on with equal parts, also for another process.
+    config = load_config(result.run_dir / "config.toml", resume_from_checkpoint="latest", train_steps=3)
+    assert [part.partition("=")[0] for part in config.run.parts] == list(parts)
+    assert (config.training.rank, config.training.target_modules) == (4, ["to_k", "to_q"])
+    with refused_options(("--parts", "required"), ("--parts", "required")) as refusal:
+        train(config, method=Halved, optimizer=sgd)
+    assert "lr_at" in str(refusal.value)
+    with refused_options(("--resume_from_checkpoint", "mismatch")) as refusal:
+        train(config, **{**parts, "optimizer": partial(SGD, lr=1.0, momentum=0.8)})
+    assert "optimizer=torch.optim.sgd:SGD" in str(refusal.value)
+    assert train(config, **{**parts, "optimizer": partial(SGD, lr=1.0, momentum=0.9)}).step == 3
+
+
+def test_parts_that_cannot_be_used_are_refused_before_loading(options: Callable[..., dict]) -> None:
+    config = load_config(**options(optimizer="lion", lr_scheduler="cosine"))
+    for problems, parts in {
+        (("optimizer", "invalid"), ("lr_at", "invalid"), ("method", "invalid"), ("lora", "invalid")): {
+            "optimizer": 3, "lr_at": lambda step: -1.0, "method": int, "lora": {"r": 4},
+        },
+        (("--optimizer", "conflict"), ("--lr_scheduler", "conflict"), ("--rank", "conflict")): {
+            "optimizer": SGD, "lr_at": lr_at, "lora": LoraConfig(r=2, lora_alpha=8),
+        },
+        (("lora", "unsupported"), ("lora", "unsupported")): {
+            "lora": LoraConfig(init_lora_weights="pissa", modules_to_save=["proj_in"]),
+        },
+    }.items():  # fmt: skip
+        with refused_options(*problems):
+            train(config, **parts)  # type: ignore[arg-type]
+    plain = load_config(**options(train_steps=1))
+    for make in (lambda weights: None, lambda weights: SGD(weights[1:], lr=1.0)):
+        with refused_options(("optimizer", "invalid")):
+            train(plain, optimizer=make)  # type: ignore[arg-type]
+
+
+def test_a_network_is_trained_in_a_copy(options: Callable[..., dict], tmp_path: Path) -> None:
+    class Counting(LTXVideoTransformer3DModel):
+        calls = 0
+
+        def forward(self, *arguments: Any, **keywords: Any) -> Any:
+            Counting.calls += 1
+            return super().forward(*arguments, **keywords)
+
+    values = options(train_steps=1, checkpointing_steps=0)
+    network = Counting.from_pretrained(values["pretrained_model_name_or_path"], subfolder="transformer")
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    plain = train(load_config(**values))
+    assert Counting.calls == 0
+    values["output_dir"] = str(tmp_path / "custom")
+    result = train(load_config(**values), network=network)
+    assert Counting.calls > 0
+    assert plain.weights is not None
+    assert result.weights is not None
+    weights, expected = load_file(result.weights), load_file(plain.weights)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    # Nothing is left on the network, so that it can be trained again.
+    assert {*network.state_dict()} == {*before}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert all(parameter.requires_grad for parameter in network.parameters())
+    with refused("unsupported", result.weights):
+        result.pipeline()
+    with refused_options((result.run_dir, "unsupported")):
+        build_config([find_target(str(result.run_dir)).source])
+
+    values["output_dir"] = str(tmp_path / "refused")
+    with refused_options(("network", "mismatch")):
+        train(load_config(**values, dry_run=True), network=torch.nn.Linear(1, 1))
+    network.add_adapter(LoraConfig(target_modules=["to_q"]))
+    with refused_options(("network", "conflict")):
+        train(load_config(**values), network=network)
+    with refused_options(("--export_formats", "conflict")):
+        train(load_config(**values, export_formats=["peft"]), network=network)
+
+
+def test_equal_parts_have_equal_fingerprints() -> None:
+    def schedule(peak: float) -> Callable[[int], float]:
+        return lambda step: peak
+
+    assert fingerprint(schedule(0.1)) == fingerprint(schedule(0.1)) != fingerprint(schedule(0.2))
+    assert fingerprint(LoraConfig(r=4)) == fingerprint(LoraConfig(r=4)) != fingerprint(LoraConfig(r=8))
+    assert fingerprint(partial(SGD, lr=1)) != fingerprint(SGD)
+    itself: list[Any] = []
+    itself.append(itself)
+    assert fingerprint(itself)
