@@ -125,6 +125,7 @@ def test_bad_rows_are_named_together(values: dict[str, Any], tmp_path: Path) -> 
         {"caption": "a"},
         (clip(0), "a"),
         {**good, "fps": -1},
+        {"video": clip(0, 1, 1, 20_000, 3), "caption": "a"},
     ]
     config = load_config(**values)
     with refused_options(("data", "invalid")) as refusal:

@@ -14,7 +14,6 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from finetrainers.config.sections import DataSection
 from finetrainers.utils.files import sweep_unfinished, write_text_atomic
 from finetrainers.utils.reading import parse_json
 
-from ..status import InvalidSample
+from ..status import InvalidSample, InvalidSampleError
 from .hub import as_text, media_suffix, undecoded
 from .masks import MASK
 from .rows import DataError, Row, read_lines
@@ -83,7 +82,7 @@ def store_rows(
     sweep_unfinished(media_dir)
     media = MediaFolder(media_dir)
     further = {column for _, column in data.extra_columns}
-    columns = {data.video_column, IMAGE, MASK, data.mask_column, *MEDIA, *further, *columns}
+    columns = {data.video_column, IMAGE, data.mask_column or MASK, *MEDIA, *further, *columns}
     lines: list[str] = []
     for record in _iterate(rows, name):
         where = f"{name}[{len(lines)}]"
@@ -99,7 +98,7 @@ def store_rows(
         else:
             reason = f"expected a mapping with {data.video_column!r} or {IMAGE!r}, and 'caption'"
             line = {"row": where, "unusable": f"{reason}, got {type(record).__name__}"}
-        lines.append(json.dumps(line, default=_plain) + "\n")
+        lines.append(json.dumps(line, default=_plain, skipkeys=True) + "\n")
         if len(lines) == data.max_items:
             break
     text = "".join(lines)
@@ -167,12 +166,15 @@ def _stored(value: Any, rate: Any, media: MediaFolder, *, is_image: bool) -> Any
     try:
         fps = None if is_image else _read_rate(rate)
         pixels = _read_pixels(value, is_image=is_image)
-    except ValueError as error:
-        return {"unusable": str(error)}
+    except Exception as error:  # of the user's object
+        return {"unusable": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
     digest = hashlib.sha256(repr(pixels.shape).encode())
     digest.update(pixels.data)
     write = partial(_write_image if is_image else _write_video, pixels=pixels)
-    file = media.store_as(digest.hexdigest(), write, suffix=".png" if is_image else ".mp4", size=pixels.nbytes)
+    try:
+        file = media.store_as(digest.hexdigest(), write, suffix=".png" if is_image else ".mp4", size=pixels.nbytes)
+    except InvalidSampleError as error:
+        return {"unusable": str(error)}
     return {"file": str(file), RATE: fps}
 
 
@@ -185,7 +187,7 @@ def _read_rate(rate: Any) -> float:
     if rate is None:
         return 0.0
     value = rate.item() if getattr(rate, "ndim", None) == 0 else rate
-    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < value <= _MAX_FPS:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _MAX_FPS:
         raise ValueError(f"{RATE} must be a number above 0 and at most {_MAX_FPS}, got {rate!r}")
     return float(value)
 
@@ -230,17 +232,28 @@ def _write_image(path: Path, pixels: np.ndarray) -> None:
 
 
 def _write_video(path: Path, pixels: np.ndarray) -> None:
-    """Write frames as H.264 in RGB without loss, with a key frame every second."""
+    """Write frames as H.264 in RGB without loss, with a key frame every second.
+
+    Raises:
+        InvalidSampleError: the encoder refuses them: they are too large.
+        OSError: the file cannot be written.
+    """
     import av
 
-    with av.open(str(path), "w", format="mp4") as container:
-        stream = container.add_stream("libx264rgb", rate=_FILE_FPS)
-        stream.height, stream.width = pixels.shape[1:3]
-        stream.pix_fmt = "rgb24"
-        stream.options = {"qp": "0", "preset": "ultrafast", "g": str(_FILE_FPS)}
-        for frame in pixels:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode())
+    try:
+        with av.open(str(path), "w", format="mp4") as container:
+            stream = container.add_stream("libx264rgb", rate=_FILE_FPS)
+            stream.height, stream.width = pixels.shape[1:3]
+            stream.pix_fmt = "rgb24"
+            stream.options = {"qp": "0", "preset": "ultrafast", "g": str(_FILE_FPS)}
+            for frame in pixels:
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            container.mux(stream.encode())
+    except av.FFmpegError as error:
+        if isinstance(error, OSError):
+            raise
+        message = f"frames of {pixels.shape[2]}x{pixels.shape[1]} pixels cannot be encoded: {error}"
+        raise InvalidSampleError(message, "too_large") from error
 
 
 def _plain(value: Any) -> Any:
