@@ -153,6 +153,28 @@ def test_an_item_that_raises_counts_as_an_unusable_file(values: dict[str, Any]) 
     assert check(load_config(config, max_bad_samples=0), data=ByItem())["problem"]
 
 
+def test_rows_may_have_other_columns_and_evaluate_what_trains_on_files(
+    values: dict[str, Any], make_clips: Callable[..., Path]
+) -> None:
+    white = np.full((9, 64, 64, 3), 255, np.uint8)
+    white[:, :32] = 0
+    rows = [{"clip": clip(0), "text": "a", "mask": white}, {"clip": clip(1), "text": "b", "mask": None}]
+    report = check(load_config(**values, video_column="clip", mask_column="mask"), data=rows)
+    assert [(item["use"], item["caption"], "mask" in item) for item in report["items"]] == [
+        ("train", "a", True), ("train", "b", False)
+    ]  # fmt: skip
+    pairs = [{"prompt": "a", "chosen": clip(0), "rejected": clip(1)}]
+    assert train(load_config(**values, method="dpo", dry_run=True), data=pairs).step == 0
+
+    # Clips that are only evaluated get the buckets of those that are trained on.
+    longer = [{"video": clip(2, 25, 64, 64, 3), "caption": "c"}]
+    values |= {"data_root": make_clips(2), "video_resolution_buckets": [], "frame_buckets": [9]}
+    report = check(load_config(**values), eval_data=longer)
+    assert [(item["use"], item["bucket"]) for item in report["items"]] == [
+        ("train", "9x64x64"), ("train", "9x64x64"), ("eval", "9x64x64")
+    ]  # fmt: skip
+
+
 @pytest.mark.rotating  # importing the library takes seconds
 def test_datasets_are_read_by_item(values: dict[str, Any], make_clips: Callable[..., Path], tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")

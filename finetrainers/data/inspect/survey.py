@@ -60,7 +60,7 @@ def _survey(config: TrainConfig, geometry: Geometry, options: ProbeOptions) -> D
     data = config.data
     datasets = read_datasets(data)
     readings = read_all(datasets, media_dir(config))
-    parts = []
+    parts: list[Part] = []
     for number, (dataset, reading) in enumerate(zip(datasets, readings, strict=True)):
         if dataset.held_out:
             dataset = _with_buckets_of(parts, dataset)
