@@ -43,7 +43,8 @@ def check(
     Raises:
         ConfigError: something else is wrong with the configuration.
     """
-    config, _ = store_data(config, {"data": data, "eval_data": eval_data})
+    rows = {name: value for name, value in (("data", data), ("eval_data", eval_data)) if value is not None}
+    config, _ = store_data(config, rows)
     report, problems = examine(config, ProbeOptions(decode=decode, duplicates=True, recall=recall, jobs=jobs))
     if report is None or problems:
         raise ConfigError(problems)

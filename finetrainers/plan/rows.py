@@ -15,6 +15,8 @@ from finetrainers.data.reading.sources.python_rows import StoredRows, is_rows, s
 from finetrainers.utils.progress import working
 
 from .once_per_node import once_per_node
+from .ownership import output_dir_problems
+from .preflight import resolve_family
 
 #: Options that rows replace; the first one names their file.
 _OPTIONS = {
@@ -36,19 +38,18 @@ class RowsByItem(Protocol):
 Rows: TypeAlias = Iterable[Mapping[str, Any]] | RowsByItem
 
 
-def store_data(config: TrainConfig, given: Mapping[str, Any]) -> tuple[TrainConfig, dict[str, StoredRows]]:
+def store_data(config: TrainConfig, rows: Mapping[str, Any]) -> tuple[TrainConfig, dict[str, StoredRows]]:
     """Return a configuration that names the files of stored rows, and these rows by name.
 
     Only the first process of each machine reads the rows.
 
     Args:
         config: of the run, in whose directory or cache the rows and their arrays are stored.
-        given: rows by name, `data` and `eval_data`; None are left out.
+        rows: by name, `data` and `eval_data`.
 
     Raises:
         ConfigError: an option contradicts them, or they cannot be read or stored.
     """
-    rows = {name: value for name, value in given.items() if value is not None}
     if not rows:
         return config, {}
     if problems := list(_conflicts(config, list(rows))):
@@ -77,8 +78,12 @@ def store_data(config: TrainConfig, given: Mapping[str, Any]) -> tuple[TrainConf
 
 
 def _conflicts(config: TrainConfig, names: list[str]) -> Iterator[Problem]:
-    """Yield the options that contradict rows, and the reason if the method trains on none."""
+    """Yield why rows cannot be stored in the directory of the run, or are not used: by its options or its method."""
     method = config.training.method
+    if config.data.precompute_dir is None:
+        resolved, family = resolve_family(config)
+        for message in output_dir_problems(resolved, trained=family.facts.trained):
+            yield Problem("--output_dir", message, "occupied")
     if trait(method, "samples"):
         message = f"method {method} trains on samples of prompts; remove it"
         yield from (Problem(name, message, "unsupported") for name in names)

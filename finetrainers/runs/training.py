@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
+from finetrainers.data.reading.sources.python_rows import StoredRows
 from finetrainers.models.registry import get_family
 from finetrainers.plan.initial_weights import LORA_FILE
 from finetrainers.plan.parts import CustomParts
@@ -209,8 +210,14 @@ def train(  # noqa: PLR0913, parts are named one by one
         check_callbacks(callbacks)
         if (problem := host_group_problem()) is not None:
             raise ConfigError([Problem("process group", problem, "mismatch")])
-        config, stored = store_data(config, {"data": data, "eval_data": eval_data})
-        parts = CustomParts(network=network, lora=lora, method=method, optimizer=optimizer, lr_at=lr_at, **stored)
+        rows = {name: value for name, value in (("data", data), ("eval_data", eval_data)) if value is not None}
+        parts = CustomParts(
+            network=network, lora=lora, method=method, optimizer=optimizer, lr_at=lr_at,
+            **dict.fromkeys(rows, StoredRows()),
+        )  # fmt: skip
+        parts.applied_to(config)  # refuses parts before rows are read, which may take long
+        config, stored = store_data(config, rows)
+        parts = replace(parts, **stored)
         checked = replace(get_ready(parts.applied_to(config)), parts=parts)
         with restored() as set_aside, quiet_libraries():
             from .run import run

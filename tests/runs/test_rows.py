@@ -133,13 +133,24 @@ def test_bad_rows_are_named_together(values: dict[str, Any], tmp_path: Path) -> 
     assert all(f"data[{index}]" in str(refusal.value) for index in range(1, len(rows)))
     with refused_options(("data", "unreadable")):
         train(config, data=(rows[index] for index in "ab"))  # type: ignore[call-overload]
-    for invalid in ({"video": []}, "clips", 3):
+    others: tuple[Any, ...] = ({"video": []}, "clips", 3)
+    for other in others:
         with refused_options(("data", "invalid")):
-            train(config, data=invalid)  # type: ignore[arg-type]
+            train(config, data=other)
     with refused_options(("--data_root", "conflict"), ("--eval_num_items", "conflict")):
         train(load_config(config, data_root=tmp_path, eval_num_items=1), data=[good], eval_data=[good])
     with refused_options(("data", "unsupported")):
         train(load_config(config, method="nft"), data=[good])
+    # Nothing is read if other parts are refused, and nothing is written among the files of others.
+    unread = iter([good])
+    with refused_options(("optimizer", "invalid")):
+        train(config, data=unread, optimizer=3)  # type: ignore[arg-type]
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "notes.txt").write_text("mine")
+    with refused_options(("--output_dir", "occupied")):
+        train(load_config(config, output_dir=tmp_path / "others"), data=unread)
+    assert [path.name for path in (tmp_path / "others").iterdir()] == ["notes.txt"]
+    assert next(unread) is good
 
 
 def test_an_item_that_raises_counts_as_an_unusable_file(values: dict[str, Any]) -> None:

@@ -47,15 +47,15 @@ _IMAGE_SHAPES = "[H, W, 3] uint8, or [3, H, W] floats from 0 to 1"
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows that are on disk.
+    """Rows that are on disk, or that are to be stored.
 
     Attributes:
-        path: the `.rows` file, named by its content.
+        path: the `.rows` file, named by its content; empty before they are stored.
         count: number of rows.
     """
 
-    path: Path
-    count: int
+    path: Path = Path()
+    count: int = 0
 
     @property
     def fingerprint(self) -> str:
