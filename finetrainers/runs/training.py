@@ -217,7 +217,7 @@ def train(  # noqa: PLR0913, parts are named one by one
         )  # fmt: skip
         parts.applied_to(config)  # refuses parts before rows are read, which may take long
         config, stored = store_data(config, rows)
-        parts = replace(parts, **stored)
+        parts = replace(parts, data=stored.get("data"), eval_data=stored.get("eval_data"))
         checked = replace(get_ready(parts.applied_to(config)), parts=parts)
         with restored() as set_aside, quiet_libraries():
             from .run import run
