@@ -102,6 +102,7 @@ class Options(TypedDict, total=False):
     max_pixels: int
     probe_dir: str | PathLike[str] | None
     eval_num_items: int
+    eval_dataset_file: str | PathLike[str] | None
     batch_size: int
     bucket_batch_sizes: Sequence[str | tuple[str | tuple[int, int, int], int]]
     epoch_end: Literal["keep", "drop", "pad", "wrap"]

@@ -149,8 +149,7 @@ class DataSection(Section):
         needs="hf_dataset")
     hf_streaming: bool = option(False, "Stream `hf_dataset` row by row instead of downloading all of it first.",
         resume="free", scope="dataset", needs="hf_dataset")
-    max_items: int | None = option(None, "Use only the first N rows of the dataset.", resume="free", scope="dataset",
-        ge=1)
+    max_items: int | None = option(None, "Use only the first N rows.", resume="free", scope="dataset", ge=1)
     allow_outside: bool = option(False, "Allow media paths and links outside the dataset's directory.", resume="free",
         scope="dataset")
     video_column: str = option("video", "Column with the media path. In a directory, it may name a text file with "
@@ -172,8 +171,7 @@ class DataSection(Section):
     caption_missing: Literal["error", "empty", "skip"] | None = option(None, "Item without a caption: stop with an "
         "error, train with an empty caption, or skip the item. By default, a missing caption is an error, and a "
         "blank one is empty.", resume="free", scope="dataset")
-    id_token: str | None = option(None, "Trigger word, put before every training caption.", resume="free",
-        scope="dataset")
+    id_token: str | None = option(None, "Trigger word before every training caption.", resume="free", scope="dataset")
     remove_common_llm_caption_prefixes: bool = option(False, "Remove openings such as `This video shows` from "
         "captions.", resume="free", scope="dataset")
     image_resolution_buckets: list[ImageBucket] = option([], "Buckets for images, HxW in pixels. Images train as "
@@ -191,8 +189,8 @@ class DataSection(Section):
         scope="dataset", needs="num_ar_buckets", gt=0, le=100)
     num_ar_buckets: int = option(7, "Number of aspect ratios between `min_ar` and `max_ar`, spaced by equal factors. "
         "0 uses only the shapes of `resolutions`.", resume="free", scope="dataset", needs="resolutions", ge=0, le=100)
-    target_fps: float | None = option(None, "Frame rate that clips are resampled to, in frames per second. The "
-        "default is the rate the model was trained at.", resume="data", scope="dataset", gt=0, le=1000)
+    target_fps: float | None = option(None, "Frames per second that clips are resampled to. The default is the "
+        "rate the model was trained at.", resume="data", scope="dataset", gt=0, le=1000)
     frame_selection: Literal["head", "middle", "random", "uniform", "chunk"] = option("head",
         "Frames to take from a clip longer than its bucket: the first (`head`), the middle, a random start, evenly "
         "spaced (`uniform`), or all, as consecutive segments that are separate samples (`chunk`).", resume="data",
@@ -248,6 +246,8 @@ class DataSection(Section):
     probe_dir: Path | None = option(None, "Directory that stores facts about media files, so that each is opened "
         "once. The default is the user's cache.", resume="free", place="folder")
     eval_num_items: int = option(0, "Items held out of training for the evaluation loss.", resume="free", ge=0)
+    eval_dataset_file: Path | None = option(None, "Metadata of clips for the evaluation loss, like `dataset_file`.",
+        resume="unlisted", local=True, place="input")
 
     _dataset_buckets: dict[str, list[tuple[int, int, int]]] = PrivateAttr(default_factory=dict)
 

@@ -186,6 +186,7 @@ class MethodSpec:
             conditioning frames, each with what to use instead, or ''. A run warns of them where they are set, and
             announces none.
         learns_clips: whether it imitates clips, so that recommended settings of a LoRA apply where steps are open.
+        media_columns: columns of clips that it reads instead of `video_column`.
         takes_media: whether it trains checkpoints that take further media with each clip.
         samples: whether it samples the clips that it trains on, so that a run has rollouts and rewards. Options name
             this trait and those below as their readers; see `Option.readers`.
@@ -207,6 +208,7 @@ class MethodSpec:
     state_name = "state of the method"
     unread: Mapping[str, str] = {}
     learns_clips = False
+    media_columns: tuple[str, ...] = ()
     takes_media = False
     samples = False
     compares = False

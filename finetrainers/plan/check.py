@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
@@ -13,13 +13,26 @@ from finetrainers.data.inspect.report import make_report
 from finetrainers.methods.registry import method_spec, plan_work
 
 from .preflight import preflight
+from .rows import store_data
+
+if TYPE_CHECKING:
+    from .rows import Rows
 
 
-def check(config: TrainConfig, *, decode: bool = False, recall: bool = True, jobs: int | None = None) -> dict[str, Any]:
+def check(
+    config: TrainConfig,
+    *,
+    data: Rows | None = None,
+    eval_data: Rows | None = None,
+    decode: bool = False,
+    recall: bool = True,
+    jobs: int | None = None,
+) -> dict[str, Any]:
     """Report the status of every item of the data: its bucket, or why it cannot be used.
 
     Args:
-        config: from `load_config`; needs a model's name and data.
+        config: from `load_config`; needs a model's name, and data unless it is given here.
+        data, eval_data: rows, as `train` takes them; arrays are stored where a run of `config` uses them.
         decode: decode every file from end to end, not only its header.
         recall: use remembered results of files that were examined before.
         jobs: processes that decode; default: one for each processor.
@@ -30,6 +43,8 @@ def check(config: TrainConfig, *, decode: bool = False, recall: bool = True, job
     Raises:
         ConfigError: something else is wrong with the configuration.
     """
+    rows = {name: value for name, value in (("data", data), ("eval_data", eval_data)) if value is not None}
+    config, _ = store_data(config, rows)
     report, problems = examine(config, ProbeOptions(decode=decode, duplicates=True, recall=recall, jobs=jobs))
     if report is None or problems:
         raise ConfigError(problems)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
+from finetrainers.data.reading.sources.python_rows import StoredRows
 from finetrainers.parallel.sharding import expected_split
 from finetrainers.utils.addresses import describe_address
 from finetrainers.utils.failures import Kind
@@ -57,6 +58,7 @@ class CustomParts:
         method: class of the method; the options and the data are those of `--method`.
         optimizer: returns the optimizer over a list of trainable parameters.
         lr_at: learning rate of optimizer step n, from 0.
+        data, eval_data: rows to train on and to evaluate; the options name their files.
     """
 
     network: nn.Module | None = None
@@ -64,6 +66,8 @@ class CustomParts:
     method: type[Method] | None = None
     optimizer: Callable[[list[Parameter]], Optimizer] | None = None
     lr_at: Callable[[int], float] | None = None
+    data: StoredRows | None = None
+    eval_data: StoredRows | None = None
 
     @property
     def by_name(self) -> dict[str, Any]:
@@ -182,6 +186,8 @@ def _lora_options(lora: LoraConfig) -> dict[str, Any]:
 
 def fingerprint(value: Any) -> str:
     """Return the name of an object, and a digest of its source and settings, which is equal for equal objects."""
+    if isinstance(value, StoredRows):
+        return value.fingerprint
     named = value.func if isinstance(value, partial) else value
     return f"{describe_address(named)} {hashlib.sha256(_describe(value).encode()).hexdigest()[:12]}"
 

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
+from finetrainers.data.reading.sources.python_rows import StoredRows
 from finetrainers.models.registry import get_family
 from finetrainers.plan.initial_weights import LORA_FILE
 from finetrainers.plan.parts import CustomParts
 from finetrainers.plan.ready import get_ready
+from finetrainers.plan.rows import store_data
 from finetrainers.plan.start_report import print_line
 from finetrainers.rundir.run_records import run_problem
 from finetrainers.training.callbacks.base import Callback
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from finetrainers.methods.base import Method
+    from finetrainers.plan.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ class TrainResult:
             return pipeline.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def train(
+def train(  # noqa: PLR0913, parts are named one by one
     config: TrainConfig,
     *,
     callbacks: Sequence[Callback] = (),
@@ -165,12 +168,13 @@ def train(
     method: type[Method] | None = None,
     optimizer: Callable[[list[Parameter]], Optimizer] | None = None,
     lr_at: Callable[[int], float] | None = None,
+    data: Rows | None = None,
+    eval_data: Rows | None = None,
 ) -> TrainResult:
     """Check a configuration and train.
 
     The state of the host program (see `restored`) does not affect the run, and is restored afterwards. The run's
-    config.toml has a digest of `network`, `lora`, `method`, `optimizer` and `lr_at`; a resumed run must have equal
-    ones.
+    config.toml has a digest of every part (`network` and the following arguments); a resumed run must have equal ones.
 
     Args:
         config: from `load_config`.
@@ -187,6 +191,11 @@ def train(
             has.
         optimizer: returns the optimizer over the trainable parameters that it is given.
         lr_at: learning rate of optimizer step n, from 0, for all parameter groups.
+        data: rows to train on, instead of `data_root` and other sources: `{"video": ..., "caption": ...}`, or `image`,
+            with a path, a `[T, H, W, 3]` uint8 array or tensor, or a `[T, 3, H, W]` float tensor from 0 to 1. Arrays
+            may have `fps`, by default the training frame rate. A sequence, a dataset of `datasets` or torch, or an
+            iterable, which is read once.
+        eval_data: rows for the evaluation loss, instead of `eval_num_items`.
 
     Raises:
         ConfigError: the configuration cannot run; all reasons at once.
@@ -201,7 +210,14 @@ def train(
         check_callbacks(callbacks)
         if (problem := host_group_problem()) is not None:
             raise ConfigError([Problem("process group", problem, "mismatch")])
-        parts = CustomParts(network=network, lora=lora, method=method, optimizer=optimizer, lr_at=lr_at)
+        rows = {name: value for name, value in (("data", data), ("eval_data", eval_data)) if value is not None}
+        parts = CustomParts(
+            network=network, lora=lora, method=method, optimizer=optimizer, lr_at=lr_at,
+            **dict.fromkeys(rows, StoredRows()),
+        )  # fmt: skip
+        parts.applied_to(config)  # refuses parts before rows are read, which may take long
+        config, stored = store_data(config, rows)
+        parts = replace(parts, data=stored.get("data"), eval_data=stored.get("eval_data"))
         checked = replace(get_ready(parts.applied_to(config)), parts=parts)
         with restored() as set_aside, quiet_libraries():
             from .run import run

@@ -67,8 +67,8 @@ def test_what_a_resumed_run_must_keep_is_what_it_always_was():
 def test_other_derived_sets_are_what_they_were():
     invocation = {"hub_token", "resume_from_checkpoint", "reset", "dry_run", "gpu", "verbose"}
     assert those(dumped=False) == invocation
-    places = {"output_dir", "logging_dir", "data_root", "dataset_file", "dataset", "cache_dir", "precompute_dir",
-              "prompt_embeddings_dir"}  # fmt: skip
+    places = {"output_dir", "logging_dir", "data_root", "dataset_file", "dataset", "eval_dataset_file", "cache_dir",
+              "precompute_dir", "prompt_embeddings_dir"}  # fmt: skip
     assert those(resume="unlisted") == invocation | places | {
         "init_from", "pretrained_model_name_or_path", "transformer_id", "hub_model_id", "report_to", "tracker_name",
         "profile_steps",
@@ -87,7 +87,7 @@ def test_other_derived_sets_are_what_they_were():
         "probe_dir", "caption_dropout_p",
         "caption_dropout_technique", "precompute_conditions", "precompute_dir", "precompute_batch_size",
         "first_frame_conditioning_p", "frame_conditioning", "window_context", "first_frame_noise", "max_bad_samples",
-        "max_bad_share", "eval_num_items",
+        "max_bad_share", "eval_num_items", "eval_dataset_file",
     }  # fmt: skip
     assert those(scope="dataset") <= those(section="data")
     assert those(place="model") == {"pretrained_model_name_or_path", "part", "other_expert", *MODEL_PARTS}

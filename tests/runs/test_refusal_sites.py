@@ -277,15 +277,17 @@ def test_every_refusal_is_reached_by_a_dry_run_or_says_why_not(
     train(load_config(**options(output_dir=str(tmp_path / "finished"), train_steps=1)))
     shutil.copy(tmp_path / "finished" / "pytorch_lora_weights.safetensors", tmp_path / "of_ltx_video.safetensors")
 
-    def check(changes: dict[str, Any]) -> None:
+    def check(changes: dict[str, Any], **parts: Any) -> None:
         given = {name: value for name, value in changes.items() if value is not None}
         values = {name: value for name, value in options(**given).items() if changes.get(name, 0) is not None}
         with contextlib.suppress(ConfigError):
-            train(load_config(**values, dry_run=True))
+            train(load_config(**values, dry_run=True), **parts)
 
     def check_all() -> None:
         for changes in configurations(tmp_path):
             check(changes)
+        for changes in ({}, {"data_root": None}):
+            check(changes, data=[])
         for variables in LAUNCHED:
             with monkeypatch.context() as launched:
                 for name, value in variables.items():

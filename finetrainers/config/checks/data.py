@@ -28,14 +28,19 @@ def check_data(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
     yield from _check_precomputation(config)
     yield from _check_batch_sizes(config)
     yield from check_frames(config, facts)
-    if config.validation.eval_steps and not data.eval_num_items and not config.validation.eval_reward:
+    holds_out = data.eval_num_items or data.eval_dataset_file is not None
+    if config.validation.eval_steps and not holds_out and not config.validation.eval_reward:
         yield (
             "eval_steps",
-            "the evaluation loss requires held-out items; set --eval_num_items, or score samples with --eval_reward",
+            "the evaluation loss requires held-out items; set --eval_num_items or --eval_dataset_file, or score "
+            "samples with --eval_reward",
             "required",
         )
-    if data.eval_num_items and not config.validation.eval_steps:
-        yield f"--eval_num_items {data.eval_num_items} are held out, but evaluated only at the end; set --eval_steps"
+    if data.eval_num_items and data.eval_dataset_file is not None:
+        yield "eval_num_items", "cannot be combined with --eval_dataset_file; remove one of them", "conflict"
+    if holds_out and not config.validation.eval_steps:
+        option = f"--eval_num_items {data.eval_num_items} are" if data.eval_num_items else "--eval_dataset_file is"
+        yield f"{option} held out, but evaluated only at the end; set --eval_steps"
 
 
 def _check_precomputation(config: TrainConfig) -> Iterator[Finding]:

@@ -84,7 +84,7 @@ def assign_buckets(
     ]
     if problems:
         raise DataError("windows that cannot be cut", problems)
-    probed = _probe(reading, data, options)
+    probed = _probe(reading, data, options, target_fps=target_fps)
     usable = [entry for entry in probed if entry.unusable is None]
     backend = resolve_backend(data.video_backend)
     for entry in usable:
@@ -117,14 +117,16 @@ def assign_buckets(
     return Part(dataset, reading, target_fps, probed, clips, list(bucket_set.all), notes, bucket_set.are_chosen)
 
 
-def _probe(reading: Reading, data: DataSection, options: ProbeOptions) -> list[ProbedItem]:
+def _probe(reading: Reading, data: DataSection, options: ProbeOptions, *, target_fps: float) -> list[ProbedItem]:
     """Return all items with the probes of their files, including those of further media."""
     root = data.data_root or (data.dataset_file.parent if data.dataset_file else Path())
     facts = FileFacts.for_dataset(data.probe_dir or default_directory(), root, recall=options.recall)
-    probed = probe_items(reading.items, facts=facts, max_pixels=data.max_pixels, options=options)
+    probed = _with_rates(
+        probe_items(reading.items, facts=facts, max_pixels=data.max_pixels, options=options), target_fps
+    )
     options = replace(options, duplicates=False)
     for name, items in reading.further.items():
-        others = probe_items(items, facts=facts, max_pixels=data.max_pixels, options=options)
+        others = _with_rates(probe_items(items, facts=facts, max_pixels=data.max_pixels, options=options), target_fps)
         for entry, other in zip(probed, others, strict=True):
             entry.further += ((name, other),)
             entry.unusable = entry.unusable or _mismatch(entry, name, other)
@@ -132,6 +134,15 @@ def _probe(reading: Reading, data: DataSection, options: ProbeOptions) -> list[P
         probed, reading.masks, facts=facts, max_pixels=data.max_pixels, options=options, lowest=data.unmasked_weight
     )
     facts.tidy()
+    return probed
+
+
+def _with_rates(probed: list[ProbedItem], target_fps: float) -> list[ProbedItem]:
+    """Return the items; those whose rate is not that of their file have it in their header."""
+    for entry in probed:
+        if entry.item.rate is not None and entry.header.fps:
+            fps = entry.item.rate or target_fps
+            entry.header = replace(entry.header, fps=fps, duration=entry.header.frames / fps)
     return probed
 
 

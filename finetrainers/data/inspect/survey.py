@@ -21,7 +21,7 @@ from ..buckets.bucket_choice import named_buckets
 from ..buckets.buckets import bucket_text
 from ..buckets.clip import Clip, cut_to
 from ..buckets.windows import count_used_frames, item_index, non_overlapping
-from ..reading.datasets import epoch_repeats, media_dir, read_all, read_datasets
+from ..reading.datasets import Dataset, epoch_repeats, media_dir, read_all, read_datasets
 from ..reading.items import DataError, Item, tables_in
 from ..reading.sources.captions import clean_caption
 from ..reading.sources.masks import MASK
@@ -60,8 +60,10 @@ def _survey(config: TrainConfig, geometry: Geometry, options: ProbeOptions) -> D
     data = config.data
     datasets = read_datasets(data)
     readings = read_all(datasets, media_dir(config))
-    parts = []
+    parts: list[Part] = []
     for number, (dataset, reading) in enumerate(zip(datasets, readings, strict=True)):
+        if dataset.held_out:
+            dataset = _with_buckets_of(parts, dataset)
         try:
             parts.append(assign_buckets(dataset, reading, number, geometry=geometry, options=options))
         except DataError as error:
@@ -72,7 +74,8 @@ def _survey(config: TrainConfig, geometry: Geometry, options: ProbeOptions) -> D
     named_buckets("bucket_keep_prob", data.bucket_keep_prob, buckets)
     named_buckets("bucket_batch_sizes", config.dataloader.bucket_batch_sizes, buckets)
     usable = [entry.item for part in parts for entry in part.probed if entry.unusable is None]
-    held_out = _hold_out(usable, data.eval_num_items)
+    evaluated_items = [item.index for part in parts if part.dataset.held_out for item in part.reading.items]
+    held_out = _hold_out(usable, data.eval_num_items) | frozenset(evaluated_items)
     clips, evaluated, repeats = _split_clips(parts, held_out)
     _report(parts, (*clips, *evaluated), held_out)
     items = tuple(report for part in parts for report in part.reports)
@@ -104,6 +107,19 @@ def _survey(config: TrainConfig, geometry: Geometry, options: ProbeOptions) -> D
     )
 
 
+def _with_buckets_of(parts: Sequence[Part], dataset: Dataset) -> Dataset:
+    """Return a dataset that is only evaluated, with the buckets of the training clips, unless it has windows."""
+    if dataset.data.sliding_window_size is not None:
+        return dataset
+    buckets = dict.fromkeys(bucket for part in parts for bucket in part.buckets)
+    sizes = {
+        "video_resolution_buckets": [bucket for bucket in buckets if bucket[0] > 1],
+        "image_resolution_buckets": [bucket[1:] for bucket in buckets if bucket[0] == 1],
+    }
+    update = {**sizes, "resolutions": [], "frame_buckets": []}
+    return replace(dataset, data=dataset.data.model_copy(update=update))
+
+
 def _hold_out(items: Sequence[Item], count: int) -> frozenset[int]:
     """Return the indices of the items that are evaluated, or none if no item would be left to train on."""
 
@@ -117,8 +133,9 @@ def _hold_out(items: Sequence[Item], count: int) -> frozenset[int]:
 
 def _split_clips(parts: Sequence[Part], held_out: frozenset[int]) -> tuple[list[Clip], list[Clip], list[float]]:
     """Return training clips, evaluation clips, and how often the clips of each dataset come in an epoch."""
-    train = [[clip for clip in part.clips if item_index(clip.index) not in held_out] for part in parts]
-    repeats = epoch_repeats([part.dataset for part in parts], [len(clips) for clips in train])
+    trained = [part for part in parts if not part.dataset.held_out]
+    train = [[clip for clip in part.clips if item_index(clip.index) not in held_out] for part in trained]
+    repeats = epoch_repeats([part.dataset for part in trained], [len(clips) for clips in train])
     clips = [
         clip if times == 1.0 else replace(clip, repeats=times)
         for dataset_clips, times in zip(train, repeats, strict=True)
@@ -131,7 +148,7 @@ def _split_clips(parts: Sequence[Part], held_out: frozenset[int]) -> tuple[list[
         for clip in part.clips
         if item_index(clip.index) in held_out
     )
-    return clips, evaluated, repeats
+    return clips, evaluated, [*repeats, *[1.0] * (len(parts) - len(trained))]
 
 
 def _problem(items: Sequence[ItemReport], data: DataSection, *, has_batches: bool) -> DataError | None:
@@ -194,6 +211,8 @@ def _report(parts: Sequence[Part], clips: Sequence[Clip], held_out: frozenset[in
 def _unused_bucket_notes(part: Part) -> Iterator[str]:
     """Yield a note on listed buckets that no clip is in."""
     data = part.dataset.data
+    if part.dataset.held_out:  # it has those of the training clips
+        return
     used_buckets = {bucket for clip in part.clips for bucket in clip.buckets}
     unused = [bucket_text(bucket) for bucket in part.buckets if bucket not in used_buckets]
     if (data.video_resolution_buckets or data.image_resolution_buckets) and used_buckets and unused:

@@ -56,6 +56,7 @@ class Dataset:
         data: the run's data options, with those of this dataset.
         repeats: how often each of its items comes in an epoch.
         weight: its share of the samples, in proportion to the others'; then `repeats` follows from it.
+        held_out: whether it is only evaluated.
         warnings: where training differs from what its file seems to ask for.
     """
 
@@ -64,6 +65,7 @@ class Dataset:
     repeats: float = 1.0
     weight: float | None = None
     warnings: tuple[str, ...] = ()
+    held_out: bool = False
 
     @property
     def prefix(self) -> str:
@@ -72,11 +74,16 @@ class Dataset:
 
 
 def read_datasets(data: DataSection) -> list[Dataset]:
-    """Return the datasets that the options name.
+    """Return the datasets that the options name; the one that is only evaluated comes last.
 
     Raises:
         DataError: the TOML file is missing or invalid; all of its problems at once.
     """
+    if data.eval_dataset_file is not None:
+        names = ("data_root", "dataset", "hf_dataset", "max_items", "eval_dataset_file")
+        update = {**dict.fromkeys(names), "dataset_file": data.eval_dataset_file}
+        training = data.model_copy(update={"eval_dataset_file": None})
+        return [*read_datasets(training), Dataset("eval", data.model_copy(update=update), held_out=True)]
     if data.dataset is None:
         return [Dataset("", data)]
     document = _read_document(data.dataset)

@@ -18,7 +18,7 @@ from finetrainers.utils.map_paths import map_paths_threaded
 from finetrainers.utils.text import plural, quoted
 
 from .media import require_content, require_file
-from .sources import folder, hub, tables, tars
+from .sources import folder, hub, python_rows, tables, tars
 from .sources.captions import LONG_CAPTION, clean_caption
 from .sources.masks import masks_root, note_unread_masks
 from .sources.paths import Root
@@ -56,6 +56,7 @@ class Item:
         unusable: the reason why it cannot be used regardless of the file, which is then not opened; or None.
         state: the file's `stat`, or None if the file is not to be opened.
         extra: further columns of its row.
+        rate: its frame rate, or 0 for the one of training, if that of its file does not count.
     """
 
     index: int
@@ -67,6 +68,7 @@ class Item:
     unusable: InvalidSample | None = None
     state: os.stat_result | None = None
     extra: Mapping[str, Any] = field(default_factory=lambda: NO_EXTRA)
+    rate: float | None = None
 
     @property
     def caption(self) -> str:
@@ -218,16 +220,15 @@ def _make_items(
         if isinstance(captions, InvalidSample):
             unusable, captions = captions, ("",)
         if isinstance(state_or_problem, InvalidSample):
-            if unusable is None or unusable.status != "skipped":
+            if row.unusable is None and (unusable is None or unusable.status != "skipped"):
                 unusable = state_or_problem
         elif unusable is None:
             state = state_or_problem
         path_text = str(path)
         name = row.media if row.stored is not None else path_text.removeprefix(below)
         index = first + len(items)
-        items.append(
-            Item(index, path, captions, media_kind(path_text), f"{prefix}{name}", row.where, unusable, state, row.extra)
-        )
+        kind, origin = media_kind(path_text), f"{prefix}{name}"
+        items.append(Item(index, path, captions, kind, origin, row.where, unusable, state, row.extra, row.rate))
     return items
 
 
@@ -259,6 +260,8 @@ def _read_rows(data: DataSection, root: Root, media_dir: Path | None, findings: 
         return folder.read_folder(root, data, findings)
     if file is not None and file.suffix.lower() in TABLES:
         return tables.read_table(file, data, findings)
+    if file is not None and python_rows.is_rows(file):
+        return python_rows.read_rows(file, data)
     is_tar = file is not None and file.name.lower().endswith(tars.SUFFIXES)
     if not is_tar and file is not None and file.suffix.lower() != ".parquet":
         message = f"dataset_file {quoted(str(file))} must end in .csv, .json, .jsonl, .parquet or .tar"

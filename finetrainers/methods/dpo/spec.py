@@ -23,6 +23,7 @@ _NOT_OF_PAIRS = {
         ("video_column", "caption_column", "caption_columns", "caption_lines"),
         f"the columns of pairs are `{PROMPT}`, `{CHOSEN}` and `{REJECTED}`; remove it",
     ),
+    "eval_dataset_file": "held-out pairs are those of --eval_num_items; remove it",
     **dict.fromkeys(
         ("mask_column", "unmasked_weight"), "pairs are compared as complete clips, so the loss is not masked; remove it"
     ),
@@ -37,6 +38,7 @@ class PreferencePairs(MethodSpec):
     """Direct preference optimization trains on pairs of clips, and compares the network with the reference model."""
 
     #: Options that need a refused option, since advice to set that would lead to an error.
+    media_columns = (CHOSEN, REJECTED)
     unread: Mapping[str, str] = {
         name: ""
         for name, option in fields().items()

@@ -109,10 +109,22 @@ def _open(datasets: Any, data: DataSection, columns: Columns) -> Any:
     names = list(table.column_names or table.features or ())
     if names and (missing := columns.missing(dict.fromkeys(names))) is not None:
         raise DataError(f"{_name(data)}: {missing}", kind="not_found")
+    return undecoded(table)
+
+
+def undecoded(table: Any) -> Any:
+    """Return a dataset of the library whose images and videos are bytes and paths."""
     for name, feature in (table.features or {}).items():
-        if isinstance(feature, (datasets.Image, datasets.Video)):
+        if type(feature).__name__ in ("Image", "Video"):
             table = table.cast_column(name, type(feature)(decode=False))
     return table
+
+
+def media_suffix(path: str, content: bytes) -> str | None:
+    """Return the suffix of a file in memory, by its path if that has one, or None if its format is unknown."""
+    suffix = Path(path.partition("::")[0]).suffix.lower()
+    magic_suffixes = (end for offset, magic, end in _MAGIC if content[offset : offset + len(magic)] == magic)
+    return suffix if suffix in MEDIA_SUFFIXES else next(magic_suffixes, None)
 
 
 def _is_local(data: DataSection) -> bool:
@@ -163,19 +175,17 @@ class _Reader:
             captions = self.columns.read_captions(record)
         except ValueError as error:
             return Row(where, where, refused=f"its caption is malformed ({error})")
-        extra = parse_json(json.dumps(dict(self.columns.extra(record)), default=_as_text))
+        extra = parse_json(json.dumps(dict(self.columns.extra(record)), default=as_text))
         if isinstance(value, (bytes, bytearray)):
             value = {"bytes": bytes(value)}
         elif isinstance(value, str):
             value = {"path": value}
         path, content = (value.get("path") or "", value.get("bytes")) if isinstance(value, Mapping) else ("", None)
-        suffix = Path(path.partition("::")[0]).suffix.lower()
         if content is not None:
-            magic_suffixes = (end for offset, magic, end in _MAGIC if content[offset : offset + len(magic)] == magic)
-            media_suffix = suffix if suffix in MEDIA_SUFFIXES else next(magic_suffixes, None)
-            if media_suffix is None:
+            suffix = media_suffix(path, content)
+            if suffix is None:
                 return Row(where, where, refused="its format is unknown")
-            stored, size = self.media.store(io.BytesIO(content), suffix=media_suffix, size=len(content))
+            stored, size = self.media.store(io.BytesIO(content), suffix=suffix, size=len(content))
             return Row(where, where, captions, extra, stored, size)
         if not path:
             return Row(where, where, refused=f"its column {self.columns.media!r} holds no media")
@@ -190,7 +200,7 @@ class _Reader:
         import fsspec
 
         with fsspec.open(path, "rb") as file:
-            stored, size = self.media.store(file, suffix=suffix)
+            stored, size = self.media.store(file, suffix=Path(path.partition("::")[0]).suffix.lower())
         return Row(where, where, captions, extra, stored, size)
 
     def _find_download(self, path: str) -> Path | None:
@@ -216,7 +226,7 @@ class _Reader:
         raise problem
 
 
-def _as_text(value: object) -> str:
+def as_text(value: object) -> str:
     """Return a text for a value that JSON has no type for.
 
     Bytes, such as other columns' media, become their number: their text is four times as long.

@@ -73,6 +73,7 @@ class Row(NamedTuple):
         expected: where a caption was looked for.
         unusable: the reason why it cannot be used, or None if it can.
         mask: the path of its mask as written, or empty if it has none.
+        rate: its frame rate, or 0 for the one of training, if that of its file does not count.
     """
 
     where: str
@@ -85,6 +86,7 @@ class Row(NamedTuple):
     expected: str = ""
     unusable: InvalidSample | None = None
     mask: str = ""
+    rate: float | None = None
 
 
 def is_absent(row: Row) -> bool:

@@ -133,6 +133,31 @@ class MediaFolder:
             temporary.unlink(missing_ok=True)
         return name, written
 
+    def store_as(self, digest: str, write: Callable[[Path], None], *, suffix: str, size: int) -> Path:
+        """Return the path in the directory of a file that is named by this digest, written if it does not exist.
+
+        Args:
+            digest: of what the file holds.
+            write: writes it to a path.
+            suffix: of the name.
+            size: in bytes, at most, to check the free disk space.
+
+        Raises:
+            DataError: there is not enough free disk space.
+        """
+        name = Path(digest[:2], f"{digest}{suffix}")
+        target = self.directory / name
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._check_free_space(size)
+            temporary = unfinished_path(self.directory / "media")
+            try:
+                write(temporary)
+                temporary.replace(target)
+            finally:
+                temporary.unlink(missing_ok=True)
+        return name
+
     def _check_free_space(self, size: int) -> None:
         disk = shutil.disk_usage(self.directory)
         reserve = max(_MIN_RESERVE, min(int(disk.total * _RESERVED_SHARE), _MAX_RESERVE))
