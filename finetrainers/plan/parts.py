@@ -23,7 +23,7 @@ from finetrainers.utils.text import plural
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from torch import nn
+    from torch import Tensor, nn
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
@@ -156,7 +156,7 @@ class CustomParts:
     def _input_problems(self) -> Iterator[tuple[str, tuple[str, Kind]]]:
         """Yield the prompts and rewards that cannot be used, each with the message."""
         for name, prompts in self.prompts_by_option.items():
-            if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__len__"):
+            if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__getitem__"):
                 yield name, (f"expected a list of strings or mappings, got {type(prompts).__name__}", "invalid")
                 continue
             try:
@@ -310,21 +310,29 @@ def _definition(value: Any) -> list[Any]:
         return [_source(value), value.__defaults__, value.__kwdefaults__, variables]
     if inspect.isclass(value):
         return [_source(value)]
+    if hasattr(value, "dtype") and hasattr(value, "tobytes"):  # an array
+        return [str(value.dtype), tuple(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
+    if hasattr(value, "dtype") and hasattr(value, "detach"):
+        return [_tensors_digest({"": value})]
     if hasattr(value, "state_dict") and hasattr(value, "named_parameters"):
         config = getattr(value, "config", {})
-        return [_source(type(value)), config if isinstance(config, Mapping) else vars(config), _weights_digest(value)]
+        return [
+            _source(type(value)),
+            config if isinstance(config, Mapping) else vars(config),
+            _tensors_digest(value.state_dict()),
+        ]
     if hasattr(value, "to_dict"):
         return [value.to_dict()]
     settings = {name: item for name, item in getattr(value, "__dict__", {}).items() if name[:1] != "_"}
     return [_source(type(value)), settings]
 
 
-def _weights_digest(network: nn.Module) -> str:
-    """Return a digest of names, dtypes, shapes and both ends of a network's weights."""
+def _tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return a digest of names, dtypes, shapes and both ends of tensors."""
     import torch
 
     digest = hashlib.sha256()
-    for name, tensor in network.state_dict().items():
+    for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         flat = tensor.detach().reshape(-1)
         for end in (flat[:_ENDS], flat[-_ENDS:]):

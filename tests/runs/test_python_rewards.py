@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from finetrainers import load_config, train
 from finetrainers.plan.initial_weights import LORA_FILE
+from finetrainers.plan.parts import fingerprint
 from finetrainers.rewards.base import Head, Reward
 from finetrainers.rewards.pixels import Brightness
 from finetrainers.rewards.registry import REWARDS, resolve_reward
@@ -168,6 +169,16 @@ def test_inputs_that_cannot_be_used_are_refused_before_loading(values: dict[str,
     assert "'red'?" in str(refusal.value)
     with refused_options(("--method", "unsupported"), ("--data_root", "required")):
         train(load_config(config, method="sft"), prompts=["a"])
+
+
+def test_other_methods_score_held_out_prompts(options: Callable[..., dict]) -> None:
+    config = load_config(**options(dry_run=True, eval_reward=["bright"], eval_steps=1))
+    held_out = ["a ball", {"prompt": "a cat", "size": "1x64x64"}]
+    assert train(config, eval_prompts=held_out, rewards={"bright": Brightness()}).config.run.parts[1:] == [
+        f"rewards.bright={fingerprint(Brightness())}"
+    ]
+    with refused_options(("eval_prompts[1]", "unknown")):
+        train(config, eval_prompts=["a ball", {"prompt": "a cat", "wide": 64}], rewards={"bright": Brightness()})
 
 
 def test_plain_noised_methods_start_from_different_noise(values: dict[str, Any]) -> None:
