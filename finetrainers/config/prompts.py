@@ -156,13 +156,18 @@ def prompt_rows(prompts: Sequence[Any], name: str = "prompts") -> list[dict[str,
         row = {"prompt": prompt} if isinstance(prompt, str) else prompt
         message = None if isinstance(row, Mapping) else f"expected a string or a mapping, got {type(row).__name__}"
         try:
-            rows.append(parse_json(json.dumps(dict(row) if message is None else {}, default=os.fspath)))
+            rows.append(parse_json(json.dumps(dict(row) if message is None else {}, default=_plain)))
         except (TypeError, ValueError) as error:
             message = f"must have values as in JSON: {error}"
         problems += [] if message is None else [Problem(f"{name}[{index}]", message)]
     if problems:
         raise ConfigError(problems)
     return rows
+
+
+def _plain(value: Any) -> Any:
+    """Return a path as text, and a number or an array of NumPy as numbers."""
+    return value.tolist() if hasattr(value, "tolist") else os.fspath(value)
 
 
 def _is_file_name(text: str) -> bool:

@@ -297,10 +297,7 @@ class _Digests:
 
 
 def _definition(value: Any) -> list[Any]:
-    """Return what makes an object what it is: the source and variables of functions, the settings of others.
-
-    Attributes whose names begin with an underscore are not settings.
-    """
+    """Return what makes an object what it is: the source and variables of functions, the settings of others."""
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
     if inspect.ismethod(value):
@@ -316,15 +313,16 @@ def _definition(value: Any) -> list[Any]:
         return [_tensors_digest({"": value})]
     if hasattr(value, "state_dict") and hasattr(value, "named_parameters"):
         config = getattr(value, "config", {})
-        return [
-            _source(type(value)),
-            config if isinstance(config, Mapping) else vars(config),
-            _tensors_digest(value.state_dict()),
-        ]
+        settings = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+        return [_source(type(value)), _without_private(settings), _tensors_digest(value.state_dict())]
     if hasattr(value, "to_dict"):
         return [value.to_dict()]
-    settings = {name: item for name, item in getattr(value, "__dict__", {}).items() if name[:1] != "_"}
-    return [_source(type(value)), settings]
+    return [_source(type(value)), _without_private(getattr(value, "__dict__", {}))]
+
+
+def _without_private(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without private ones, and without the device, which differs between processes."""
+    return {name: value for name, value in settings.items() if name[:1] != "_" and name != "device"}
 
 
 def _tensors_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -118,13 +118,13 @@ def resolve_reward(name: str) -> type[Reward]:
         from .served import ServedReward
 
         return ServedReward.at(name)
-    passed = _python_rewards.get()
-    if name in passed:
-        scorer = passed[name]
+    python_rewards = _python_rewards.get()
+    if name in python_rewards:
+        scorer = python_rewards[name]
     else:
         scorer = name if ":" in name else REWARDS.get(current_name(name, REWARDS.registered))
     if scorer is None:
-        raise InputError(REWARDS.unknown(name, passed), "unknown")
+        raise InputError(REWARDS.unknown(name, python_rewards), "unknown")
     if isinstance(scorer, str):
         scorer = _import(scorer)
     if inspect.isclass(scorer) and issubclass(scorer, Reward):
@@ -456,6 +456,12 @@ def _import(address: str) -> Any:
         raise InputError(f"reward {address!r}: module {module} has no {attribute!r}", "unknown") from None
 
 
+#: Attributes of rewards that are read before one is made.
+_TRAITS = (
+    "heads", "batch_size", "scope", "columns", "asynchronous", "differentiable", "images", "recomputes", "min_frames",
+)  # fmt: skip
+
+
 def _from_instance(reward: Reward) -> type[Reward]:
     """Return a class whose only instance is a reward that exists already."""
 
@@ -469,12 +475,6 @@ def _from_instance(reward: Reward) -> type[Reward]:
         setattr(ExistingReward, name, getattr(reward, name))
     ExistingReward.__name__ = type(reward).__name__
     return ExistingReward
-
-
-#: Attributes of rewards that are read before one is made.
-_TRAITS = (
-    "heads", "batch_size", "scope", "columns", "asynchronous", "differentiable", "images", "recomputes", "min_frames",
-)  # fmt: skip
 
 
 def _from_function(function: Callable[..., Any]) -> type[Reward]:
