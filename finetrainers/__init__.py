@@ -8,12 +8,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-#: Where each public name is defined; `Sample`, `TrainState` and `sample` need torch there.
+#: Where each public name is defined; `Reward`, `Sample`, `TrainState` and `sample` need torch there.
 _PUBLIC = {
     "Callback": "finetrainers.training.callbacks.base",
     "ConfigError": "finetrainers.config.errors",
     "Facts": "finetrainers.config.facts",
     "Family": "finetrainers.models.registry",
+    "Reward": "finetrainers.rewards.base",
     "Sample": "finetrainers.training.state",
     "Section": "finetrainers.config.base",
     "TrainConfig": "finetrainers.config.root",
@@ -39,6 +40,7 @@ __all__ = [
     "ConfigError",
     "Facts",
     "Family",
+    "Reward",
     "Sample",
     "Section",
     "TrainConfig",
@@ -78,6 +80,7 @@ if TYPE_CHECKING:
     from .config.root import TrainConfig
     from .methods.registry import register_method
     from .models.registry import Family, register_model
+    from .rewards.base import Reward
     from .rewards.registry import register_reward
     from .utils.packaged import model_path
     from .utils.versions import __version__ as __version__

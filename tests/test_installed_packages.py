@@ -207,7 +207,7 @@ def test_a_method_of_a_package_uses_the_options_of_reward_finetuning(
     Path("run.toml").write_text(
         f'pretrained_model_name_or_path = "{tiny_repo("ltx_video")}"\nmethod = "weighted"\nprompts = "prompts.txt"\n'
         'reward = ["brightness"]\nrollout_size = "9x64x64"\nprompts_per_step = 2\nnum_generations = 2\n'
-        "batch_size = 2\nsampling_steps = 2\ninit_same_noise = false\nnoise_levels = 2\nadvantage_clip = 3\n"
+        "batch_size = 2\nsampling_steps = 2\nnoise_levels = 2\nadvantage_clip = 3\n"
         'eta = 0.5\nrank = 4\nlora_alpha = 4\nlr = 1e-2\ntrain_steps = 2\noutput_dir = "run"\n'
     )
     command = ["train", "--config", "run.toml"]

@@ -67,7 +67,8 @@ class GRPOSection(Section):
     rollout_cfg: float = option(1.0, "Classifier-free guidance scale. Above 1, both branches are sampled and "
         "trained, which takes twice the time.", resume="same", ge=1, le=1000)
     init_same_noise: bool = option(True, "Start all clips of a prompt from the same noise, so that they differ only "
-        "by the trained steps.", resume="same", readers="compares")
+        "by the trained steps. The default is off for methods that sample without noise in the steps: `nft`, `awm`.",
+        resume="same", readers="compares")
 
     window_size: int = option(2, "Number of consecutive denoising steps that are stochastic and trained. 0 trains all "
         "but the last.", resume="same", readers="trains_steps", ge=0)

@@ -27,7 +27,7 @@ from .files import read_text
 from .given import Locate, RawOptions
 from .methods import METHODS, trait
 from .names import DEPENDENT, INSTEAD, SAME, VALUES, translate_dependent, translate_names, unknown_option
-from .presets import fill_preset, imply_method
+from .presets import fill_noise, fill_preset, imply_method
 from .root import OWN_TABLES, TrainConfig, belongs, fields, flat_name, former_names, has_table, sections, split_name
 
 if TYPE_CHECKING:
@@ -239,6 +239,7 @@ def build_config(sources: Sequence[RawOptions]) -> TrainConfig:
     imply_method(merged)
     translate(merged)
     fill_preset(merged)
+    fill_noise(merged)
     if os.environ.get("RANK", "0") == "0":
         for note in merged.notes:
             NOTES.warning(note)

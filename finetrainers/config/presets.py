@@ -77,6 +77,13 @@ def fill_preset(source: RawOptions) -> None:
     options |= {name: value for name, value in preset_values.items() if options.get(name) is None}
 
 
+def fill_noise(source: RawOptions) -> None:
+    """Let the clips of a prompt start from different noise, if not set, where the method adds none in the steps."""
+    method = source.values.get("method")
+    if trait(method, "compares") and not trait(method, "trains_steps") and source.values.get("init_same_noise") is None:
+        source.values["init_same_noise"] = False
+
+
 def _splits_weights(options: Mapping[str, Any]) -> str | None:
     """Return the strategy that leaves no process all weights, or None if neither options nor launcher set one."""
     if options.get("fsdp") is not None:

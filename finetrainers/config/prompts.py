@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,9 @@ from .values import Place, VideoBucket, check_place
 #: File formats of prompts that are read, and others, whose file names are never taken for prompts.
 _FORMATS = (".txt", ".jsonl", ".toml")
 _OTHER_FORMATS = (".csv", ".tsv", ".json", ".yaml", ".yml", ".md", ".parquet", ".xlsx")
+#: Values of options that stand for prompts which `train` was called with.
+PYTHON_PROMPTS = {name: Path(f"python:{name}") for name in ("prompts", "eval_prompts")}
+_rows: ContextVar[Mapping[Path, Sequence[dict[str, Any]]]] = ContextVar("prompts from Python", default={})  # noqa: B039
 
 
 class ValidationPrompt(Section):
@@ -106,7 +113,61 @@ def parse_eval_prompts(section: ValidationSection) -> list[ValidationPrompt]:
     Raises:
         ConfigError: an unreadable file, or a malformed size.
     """
-    return [] if section.eval_prompts is None else _read_file(section.eval_prompts, option="--eval_prompts")
+    if section.eval_prompts is None:
+        return []
+    if (rows := python_prompts(section.eval_prompts)) is not None:
+        return [_prompt(row, f"eval_prompts[{index}]") for index, row in enumerate(rows)]
+    return _read_file(section.eval_prompts, option="--eval_prompts")
+
+
+@contextmanager
+def python_prompts_set(prompts: Mapping[str, Sequence[Any]]) -> Iterator[None]:
+    """Make `python_prompts` return prompts in this thread, within the block; by option."""
+    token = _rows.set({PYTHON_PROMPTS[name]: prompt_rows(values) for name, values in prompts.items()})
+    try:
+        yield
+    finally:
+        _rows.reset(token)
+
+
+def python_prompts(path: Path) -> Sequence[dict[str, Any]] | None:
+    """Return the prompts that `train` was called with, as rows of a file, or None if `path` is a file.
+
+    Raises:
+        ConfigError: it was called without them.
+    """
+    if path not in PYTHON_PROMPTS.values():
+        return None
+    if path not in _rows.get():
+        name = path.name.partition(":")[2]
+        message = f"prompts of a Python program; call train(config, {name}=...), or use a file"
+        raise ConfigError([Problem(f"--{name}", message, "required")])
+    return _rows.get()[path]
+
+
+def prompt_rows(prompts: Sequence[Any], name: str = "prompts") -> list[dict[str, Any]]:
+    """Return prompts from Python as the rows that a JSON file of them would have; `name` is theirs in problems.
+
+    Raises:
+        ConfigError: one is neither a string nor a mapping, or has values that JSON does not have.
+    """
+    rows, problems = [], []
+    for index, prompt in enumerate(prompts):
+        row = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        message = None if isinstance(row, Mapping) else f"expected a string or a mapping, got {type(row).__name__}"
+        try:
+            rows.append(parse_json(json.dumps(dict(row) if message is None else {}, default=_plain)))
+        except (TypeError, ValueError) as error:
+            message = f"must have values as in JSON: {error}"
+        problems += [] if message is None else [Problem(f"{name}[{index}]", message)]
+    if problems:
+        raise ConfigError(problems)
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    """Return a path as text, and a number or an array of NumPy as numbers."""
+    return value.tolist() if hasattr(value, "tolist") else os.fspath(value)
 
 
 def _is_file_name(text: str) -> bool:

@@ -285,7 +285,7 @@ class MethodSpec:
             Problem.from_error(f"--{option}", error)
             for option in ("reward", "eval_reward")
             for entry in config.get(option)
-            for error in registry().reward_problems(entry)
+            for error in registry().reward_problems(entry, config.run.parts)
         ]
 
     def option_rules(self, config: TrainConfig, facts: Facts, *, world_size: int) -> Iterator[Finding]:

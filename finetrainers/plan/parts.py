@@ -1,4 +1,4 @@
-"""Parts of a run that only Python can give: network, LoRA, method, optimizer, schedule. Imports no torch."""
+"""Parts of a run that only Python can give: prompts, rewards, network, optimizer and others. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import load_config
+from finetrainers.config.methods import trait
+from finetrainers.config.prompts import PYTHON_PROMPTS, prompt_rows, python_prompts_set
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.reading.sources.python_rows import StoredRows
 from finetrainers.parallel.sharding import expected_split
 from finetrainers.utils.addresses import describe_address
 from finetrainers.utils.failures import Kind
+from finetrainers.utils.text import plural
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from torch import nn
+    from torch import Tensor, nn
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
@@ -59,6 +63,8 @@ class CustomParts:
         optimizer: returns the optimizer over a list of trainable parameters.
         lr_at: learning rate of optimizer step n, from 0.
         data, eval_data: rows to train on and to evaluate; the options name their files.
+        prompts, eval_prompts: strings, or mappings like the lines of a JSON file of prompts.
+        rewards: functions, modules, instances or classes of rewards, by the name that `reward` may have.
     """
 
     network: nn.Module | None = None
@@ -68,11 +74,33 @@ class CustomParts:
     lr_at: Callable[[int], float] | None = None
     data: StoredRows | None = None
     eval_data: StoredRows | None = None
+    prompts: Sequence[str | Mapping[str, Any]] | None = None
+    eval_prompts: Sequence[str | Mapping[str, Any]] | None = None
+    rewards: Mapping[str, Any] | None = None
 
     @property
     def by_name(self) -> dict[str, Any]:
-        """The parts that are not None, by name."""
-        return {part.name: value for part in fields(self) if (value := getattr(self, part.name)) is not None}
+        """The parts that are not None, by name; each reward for itself."""
+        parts = {part.name: value for part in fields(self) if (value := getattr(self, part.name)) is not None}
+        if isinstance(self.rewards, Mapping):
+            parts |= {f"rewards.{name}": reward for name, reward in parts.pop("rewards").items()}
+        return parts
+
+    @property
+    def prompts_by_option(self) -> dict[str, Sequence[str | Mapping[str, Any]]]:
+        """The prompts, by the option that they replace."""
+        return {name: self.by_name[name] for name in PYTHON_PROMPTS if name in self.by_name}
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Make prompts and rewards available to this thread, within the block; `applied_to` has checked them."""
+        with ExitStack() as stack:
+            stack.enter_context(python_prompts_set(self.prompts_by_option))
+            if self.rewards:
+                from finetrainers.rewards.registry import python_rewards_set
+
+                stack.enter_context(python_rewards_set(self.rewards))
+            yield
 
     def applied_to(self, config: TrainConfig) -> TrainConfig:
         """Return a configuration with fingerprints of the parts, and with options that follow from them.
@@ -88,10 +116,24 @@ class CustomParts:
             problems += self._conflicts(config)
         if problems:
             raise ConfigError(problems)
-        options: dict[str, Any] = {"parts": [f"{name}={fingerprint(part)}" for name, part in self.by_name.items()]}
+        options: dict[str, Any] = {"parts": [f"{name}={_record(name, part)}" for name, part in self.by_name.items()]}
         if self.lora is not None:
             options |= _lora_options(self.lora)
-        return config if options == {"parts": config.run.parts} else load_config(config, **options)
+        options |= {name: PYTHON_PROMPTS[name] for name in self.prompts_by_option}
+        if self.rewards and not config.get("reward") and trait(config.training.method, "samples"):
+            options["reward"] = list(self.rewards)
+        config = config if options == {"parts": config.run.parts} else load_config(config, **options)
+        if unused := list(self._unused_rewards(config)):
+            raise ConfigError(unused)
+        return config
+
+    def _unused_rewards(self, config: TrainConfig) -> Iterator[Problem]:
+        """Yield the rewards that no option names."""
+        names = {entry.reward for option in ("reward", "eval_reward") for entry in config.get(option)}
+        for name in self.rewards or ():
+            if name not in names:
+                message = "neither reward nor eval_reward has its name; add it, or remove this reward"
+                yield Problem(f"rewards.{name}", message, "conflict")
 
     def _type_problems(self) -> Iterator[tuple[str, tuple[str, Kind]]]:
         """Yield the parts that are of the wrong type, each with the message."""
@@ -99,6 +141,7 @@ class CustomParts:
             if name in self.by_name and not callable(self.by_name[name]):
                 argument = "parameters" if name == "optimizer" else "step"
                 yield name, (f"expected a function ({argument}), got {type(self.by_name[name]).__name__}", "invalid")
+        yield from self._input_problems()
         if self.network is not None:
             from torch.nn import Module
 
@@ -114,8 +157,33 @@ class CustomParts:
         if self.lora is not None:
             yield from (("lora", problem) for problem in _lora_problems(self.lora))
 
+    def _input_problems(self) -> Iterator[tuple[str, tuple[str, Kind]]]:
+        """Yield the prompts and rewards that cannot be used, each with the message."""
+        for name, prompts in self.prompts_by_option.items():
+            if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__getitem__"):
+                yield name, (f"expected a list of strings or mappings, got {type(prompts).__name__}", "invalid")
+                continue
+            try:
+                prompt_rows(prompts, name)
+            except ConfigError as error:
+                yield from ((problem.where, (problem.message, problem.kind)) for problem in error.problems)
+        if self.rewards is None:
+            return
+        if not isinstance(self.rewards, Mapping):
+            yield "rewards", (f"expected rewards by name, got {type(self.rewards).__name__}", "invalid")
+            return
+        from finetrainers.rewards.registry import python_reward_problem
+
+        for name, reward in self.rewards.items():
+            if (problem := python_reward_problem(name, reward)) is not None:
+                yield f"rewards.{name}", (str(problem), problem.kind)
+
     def _conflicts(self, config: TrainConfig) -> Iterator[Problem]:
         """Yield the options that contradict the parts."""
+        for name in self.prompts_by_option:
+            if config.get(name) not in (None, PYTHON_PROMPTS[name]):
+                message = f"is {config.get(name)}, and train has {name}=; remove one of them"
+                yield Problem(f"--{name}", message, "conflict")
         for name in self.by_name.keys() & _EXCLUDED.keys():
             for option in _EXCLUDED[name]:
                 if config.changed(option):
@@ -133,8 +201,10 @@ def missing_part_problems(parts: CustomParts, config: TrainConfig) -> Iterator[P
     for part in config.run.parts:
         name = part.partition("=")[0]
         if name not in parts.by_name:
+            reward = name.removeprefix("rewards.")
+            argument = f"{name}=..." if reward == name else f"rewards={{{reward!r}: ...}}"
             message = (
-                f"the configuration requires {part}; call train(config, {name}=...) in Python, or set `parts = []` to "
+                f"the configuration requires {part}; call train(config, {argument}) in Python, or set `parts = []` to "
                 "train without it"
             )
             yield Problem("--parts", message, "required")
@@ -184,28 +254,52 @@ def _lora_options(lora: LoraConfig) -> dict[str, Any]:
     return options
 
 
+def _record(name: str, part: Any) -> str:
+    """Return the description of a part, with a digest, for the configuration on disk."""
+    if name not in PYTHON_PROMPTS:
+        return fingerprint(part)
+    digest = hashlib.sha256(json.dumps(prompt_rows(part), sort_keys=True).encode()).hexdigest()[:12]
+    return f"{plural(len(part), 'prompt')} {digest}"
+
+
 def fingerprint(value: Any) -> str:
     """Return the name of an object, and a digest of its source and settings, which is equal for equal objects."""
     if isinstance(value, StoredRows):
         return value.fingerprint
     named = value.func if isinstance(value, partial) else value
-    return f"{describe_address(named)} {hashlib.sha256(_describe(value).encode()).hexdigest()[:12]}"
+    return f"{describe_address(named)} {_Digests().digest(value)[:12]}"
 
 
-def _describe(value: Any, depth: int = 0) -> str:
-    """Return a text that is equal for equal values: of functions the source, defaults and enclosed variables."""
-    describe = partial(_describe, depth=depth + 1)
-    if depth > _DEEPEST:  # perhaps an object that refers to itself
-        return str(describe_address(value))
-    if value is None or isinstance(value, (str, int, float, bool, bytes)):
-        return repr(value)
-    if isinstance(value, Mapping):
-        return json.dumps({str(key): describe(item) for key, item in value.items()}, sort_keys=True)
-    if isinstance(value, (set, frozenset)):
-        return json.dumps(sorted(map(describe, value)))
-    if isinstance(value, Sequence):
-        return json.dumps(list(map(describe, value)))
-    return describe([describe_address(value), *_definition(value)])
+class _Digests:
+    """Digests of an object and of all within it, each computed once; objects may refer to themselves."""
+
+    def __init__(self) -> None:
+        self._digests: dict[int, tuple[Any, str]] = {}  # with the object, so that no other one gets its id
+        self._open: list[int] = []
+
+    def digest(self, value: Any) -> str:
+        """Return a text that is equal for equal values: of functions it covers the source and enclosed variables."""
+        if value is None or isinstance(value, (str, int, float, bool, bytes)):
+            return repr(value)
+        key = id(value)
+        if key in self._open or len(self._open) > _DEEPEST:
+            return str(describe_address(value))
+        if key not in self._digests:
+            self._open.append(key)
+            content = json.dumps(self._content(value), sort_keys=True)
+            self._digests[key] = (value, hashlib.sha256(content.encode()).hexdigest())
+            self._open.pop()
+        return self._digests[key][1]
+
+    def _content(self, value: Any) -> Any:
+        """Return the digests of what a value consists of."""
+        if isinstance(value, Mapping):
+            return {str(key): self.digest(item) for key, item in value.items()}
+        if isinstance(value, (set, frozenset)):
+            return sorted(map(self.digest, value))
+        if isinstance(value, Sequence):
+            return list(map(self.digest, value))
+        return [str(describe_address(value)), *map(self.digest, _definition(value))]
 
 
 def _definition(value: Any) -> list[Any]:
@@ -219,17 +313,30 @@ def _definition(value: Any) -> list[Any]:
         return [_source(value), value.__defaults__, value.__kwdefaults__, variables]
     if inspect.isclass(value):
         return [_source(value)]
+    if hasattr(value, "dtype") and hasattr(value, "tobytes"):  # an array
+        return [str(value.dtype), tuple(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
+    if hasattr(value, "dtype") and hasattr(value, "detach"):
+        return [_tensors_digest({"": value})]
     if hasattr(value, "state_dict") and hasattr(value, "named_parameters"):
-        return [dict(getattr(value, "config", {})), _weights_digest(value)]
-    return [value.to_dict() if hasattr(value, "to_dict") else getattr(value, "__dict__", {})]
+        config = getattr(value, "config", {})
+        settings = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+        return [_source(type(value)), _without_private(settings), _tensors_digest(value.state_dict())]
+    if hasattr(value, "to_dict"):
+        return [value.to_dict()]
+    return [_source(type(value)), _without_private(getattr(value, "__dict__", {}))]
 
 
-def _weights_digest(network: nn.Module) -> str:
-    """Return a digest of names, dtypes, shapes and both ends of a network's weights."""
+def _without_private(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without private ones, and without the device, which differs between processes."""
+    return {name: value for name, value in settings.items() if name[:1] != "_" and name != "device"}
+
+
+def _tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return a digest of names, dtypes, shapes and both ends of tensors."""
     import torch
 
     digest = hashlib.sha256()
-    for name, tensor in network.state_dict().items():
+    for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         flat = tensor.detach().reshape(-1)
         for end in (flat[:_ENDS], flat[-_ENDS:]):

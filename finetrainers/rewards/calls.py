@@ -28,12 +28,14 @@ class Columns:
         required: names of columns that all prompts must have.
         optional: names of columns that are passed if the prompts have them.
         takes_all: whether all other columns are passed, too, but for the keywords in `excluded`.
+        prompts: name of the argument that the prompts are passed as, by position.
     """
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     takes_all: bool = False
     excluded: tuple[str, ...] = RESERVED
+    prompts: str = "prompts"
 
     @classmethod
     def from_function(cls, function: Callable[..., Any], *, skip: int = 2) -> Columns:
@@ -52,6 +54,7 @@ class Columns:
             optional=tuple(p.name for p in named if p.default is not p.empty),
             takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
             excluded=excluded,
+            prompts=by_position[-1].name if len(by_position) == skip else "prompts",
         )
 
     def takes(self, name: str) -> bool:

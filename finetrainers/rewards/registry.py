@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -58,6 +60,38 @@ def register_reward(name: str, factory: Any = None) -> Any:
     return add if factory is None else add(factory)
 
 
+#: Rewards by name that `train` was called with, for the time of the call; they precede registered ones.
+_python_rewards: ContextVar[Mapping[str, Any]] = ContextVar("rewards from Python", default={})  # noqa: B039
+
+
+@contextmanager
+def python_rewards_set(rewards: Mapping[str, Any]) -> Iterator[None]:
+    """Let names mean these rewards in this thread, within the block: functions, modules, instances or classes."""
+    token = _python_rewards.set(rewards)
+    try:
+        yield
+    finally:
+        _python_rewards.reset(token)
+
+
+def python_reward_problem(name: Any, scorer: Any) -> InputError | None:
+    """Return why `train` cannot be called with a reward of this name, or None if it can (imports torch)."""
+    from .base import Reward
+
+    if not isinstance(name, str):
+        return InputError(f"the name of a reward must be a string, got {type(name).__name__}")
+    if current_name(name, ()) in INCLUDED:
+        return InputError(f"{name} is the name of a built-in reward; use another name", "duplicate")
+    if isinstance(scorer, str):
+        return InputError(f"expected a function, a module or a Reward, got a string; name {scorer} by `reward`")
+    is_class = inspect.isclass(scorer)
+    if (is_class and not issubclass(scorer, Reward)) or not (callable(scorer) or isinstance(scorer, Reward)):
+        description = f"the class {scorer.__name__}; pass an instance" if is_class else type(scorer).__name__
+        return InputError(f"expected a function, a module or a Reward, got {description}")
+    problem = _problem(name, "")
+    return None if problem is None else InputError(f"the name of a reward {problem}")
+
+
 #: Earlier names of rewards and heads, which older configurations may have.
 _OLD_NAMES = {"colour": "color", "taste": "preferred_color", "taste_shown": "preferred_color_shown"}
 
@@ -84,13 +118,19 @@ def resolve_reward(name: str) -> type[Reward]:
         from .served import ServedReward
 
         return ServedReward.at(name)
-    scorer = name if ":" in name else REWARDS.get(current_name(name, REWARDS.registered))
+    python_rewards = _python_rewards.get()
+    if name in python_rewards:
+        scorer = python_rewards[name]
+    else:
+        scorer = name if ":" in name else REWARDS.get(current_name(name, REWARDS.registered))
     if scorer is None:
-        raise InputError(REWARDS.unknown(name), "unknown")
+        raise InputError(REWARDS.unknown(name, python_rewards), "unknown")
     if isinstance(scorer, str):
         scorer = _import(scorer)
     if inspect.isclass(scorer) and issubclass(scorer, Reward):
         return scorer
+    if isinstance(scorer, Reward):
+        return _from_instance(scorer)
     if callable(scorer):
         return _from_function(scorer)
     raise ValueError(f"reward {name!r}: expected a function or a Reward subclass, got {type(scorer).__name__}")
@@ -175,8 +215,17 @@ def on_device(entries: Sequence[RewardEntry], device: str | None) -> list[Reward
     ]
 
 
-def reward_problems(entry: RewardEntry) -> list[ValueError]:
-    """Return the problems of an entry: unknown name, head or option. Loads no weights."""
+def reward_problems(entry: RewardEntry, parts: Sequence[str] = ()) -> list[ValueError]:
+    """Return the problems of an entry: unknown name, head or option. Loads no weights.
+
+    Args:
+        entry: the reward.
+        parts: option `parts` of the run, whose rewards of Python exist only in a call of `train` with them.
+    """
+    is_part = any(part.startswith(f"rewards.{entry.reward}=") for part in parts)
+    if is_part and entry.reward not in _python_rewards.get():
+        message = f"is a reward of a Python program; call train(config, rewards={{{entry.reward!r}: ...}})"
+        return [InputError(f"{entry.name} {message}, or use another reward", "required")]
     try:
         cls = resolve_reward(entry.reward)
     except ValueError as error:
@@ -407,31 +456,60 @@ def _import(address: str) -> Any:
         raise InputError(f"reward {address!r}: module {module} has no {attribute!r}", "unknown") from None
 
 
+#: Attributes of rewards that are read before one is made.
+_TRAITS = (
+    "heads", "batch_size", "scope", "columns", "asynchronous", "differentiable", "images", "recomputes", "min_frames",
+)  # fmt: skip
+
+
+def _from_instance(reward: Reward) -> type[Reward]:
+    """Return a class whose only instance is a reward that exists already."""
+
+    class ExistingReward(type(reward)):  # type: ignore[misc]
+        def __new__(cls) -> Reward:  # type: ignore[misc]
+            return reward
+
+        def __init__(self) -> None: ...
+
+    for name in _TRAITS:  # an instance may set them
+        setattr(ExistingReward, name, getattr(reward, name))
+    ExistingReward.__name__ = type(reward).__name__
+    return ExistingReward
+
+
 def _from_function(function: Callable[..., Any]) -> type[Reward]:
+    """Return the class of a function, or of a module, which gets the clips on its own device."""
+    from torch import nn
+
     from .base import Reward
     from .calls import Columns, is_async
+
+    is_module = isinstance(function, nn.Module)
+    signed = function.forward if isinstance(function, nn.Module) else function  # whose arguments are read
 
     async def answer(*arguments: Any, **keywords: Any) -> Mapping[str, Any]:
         return {"score": await function(*arguments, **keywords)}
 
     class FunctionReward(Reward):
         __doc__ = function.__doc__
-        called = staticmethod(function)
+        called = staticmethod(signed)
         differentiable = getattr(function, "differentiable", False)
         scope = getattr(function, "scope", "clip")
-        columns = Columns.from_function(function)
+        columns = Columns.from_function(signed)
         asynchronous = is_async(function)
-        images = _image_use(function)
+        images = _image_use(signed)
 
         def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float, **keywords: Any) -> Mapping[str, Any]:
             keywords |= {"fps": fps} if takes_fps else {}
+            if is_module and (weight := next(function.parameters(), None)) is not None:  # type: ignore[attr-defined]
+                videos = videos.to(weight.device)
             if self.asynchronous:
                 return answer(videos, prompts, **keywords)  # type: ignore[return-value]
             return {"score": function(videos, prompts, **keywords)}
 
         differentiate = score
 
-    takes_fps = _takes(function, "fps") or FunctionReward.columns.takes_all
+    takes_fps = _takes(signed, "fps") or FunctionReward.columns.takes_all
     return FunctionReward
 
 
@@ -476,3 +554,5 @@ for _name, _address in {
     "preferred_color_shown": "demo.color_preference:shown",
 }.items():
     register_reward(_name, f"finetrainers.{_address}")
+#: Names of the included rewards.
+INCLUDED = frozenset(REWARDS.registered)

@@ -279,7 +279,7 @@ class _Handler(BaseHTTPRequestHandler):
         except _RequestError as error:
             self.send_error(error.status, str(error))
         else:
-            self._answer(200, self.server.description.model_dump(exclude={"columns": {"excluded"}}))
+            self._answer(200, self.server.description.model_dump(exclude={"columns": {"excluded", "prompts"}}))
 
     def do_POST(self) -> None:
         client = self.client_address[0]

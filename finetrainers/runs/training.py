@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from finetrainers.methods.base import Method
     from finetrainers.plan.rows import Rows
+    from finetrainers.rewards.base import Reward
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class TrainResult:
             return pipeline.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def train(  # noqa: PLR0913, parts are named one by one
+def train(  # noqa: PLR0913, what only Python can give
     config: TrainConfig,
     *,
     callbacks: Sequence[Callback] = (),
@@ -170,11 +172,14 @@ def train(  # noqa: PLR0913, parts are named one by one
     lr_at: Callable[[int], float] | None = None,
     data: Rows | None = None,
     eval_data: Rows | None = None,
+    prompts: Sequence[str | Mapping[str, Any]] | None = None,
+    eval_prompts: Sequence[str | Mapping[str, Any]] | None = None,
+    rewards: Mapping[str, Callable[..., Any] | Reward | type[Reward] | nn.Module] | None = None,
 ) -> TrainResult:
     """Check a configuration and train.
 
     The state of the host program (see `restored`) does not affect the run, and is restored afterwards. The run's
-    config.toml has a digest of every part (`network` and the following arguments); a resumed run must have equal ones.
+    config.toml has a digest of each part, from `network` to `rewards`; a resumed run must have equal ones.
 
     Args:
         config: from `load_config`.
@@ -196,6 +201,12 @@ def train(  # noqa: PLR0913, parts are named one by one
             may have `fps`, by default the training frame rate. A sequence, a dataset of `datasets` or torch, or an
             iterable, which is read once.
         eval_data: rows for the evaluation loss, instead of `eval_num_items`.
+        prompts: training prompts of reward finetuning: strings, or mappings with the keys of a `.jsonl` file of prompts
+            (`prompt`, `image`, `last_image`, and columns for rewards).
+        eval_prompts: held-out prompts, likewise.
+        rewards: rewards by name: functions `(videos, prompts) -> scores` as in `register_reward`, modules, and
+            instances or classes of `Reward`. Options `reward` and `eval_reward` may have these names; without the
+            option `reward`, all of them count equally. They exist during this call only.
 
     Raises:
         ConfigError: the configuration cannot run; all reasons at once.
@@ -205,7 +216,7 @@ def train(  # noqa: PLR0913, parts are named one by one
     if handle_signals and not in_main_thread:
         message = "handle_signals=True requires the main thread; use None or False in other threads"
         raise InputError(message, "unsupported")
-    with environment_restored():
+    with environment_restored(), ExitStack() as stack:
         configure_allocator()
         check_callbacks(callbacks)
         if (problem := host_group_problem()) is not None:
@@ -213,12 +224,15 @@ def train(  # noqa: PLR0913, parts are named one by one
         rows = {name: value for name, value in (("data", data), ("eval_data", eval_data)) if value is not None}
         parts = CustomParts(
             network=network, lora=lora, method=method, optimizer=optimizer, lr_at=lr_at,
+            prompts=prompts, eval_prompts=eval_prompts, rewards=rewards,
             **dict.fromkeys(rows, StoredRows()),
         )  # fmt: skip
         parts.applied_to(config)  # refuses parts before rows are read, which may take long
         config, stored = store_data(config, rows)
         parts = replace(parts, data=stored.get("data"), eval_data=stored.get("eval_data"))
-        checked = replace(get_ready(parts.applied_to(config)), parts=parts)
+        config = parts.applied_to(config)
+        stack.enter_context(parts.in_use())
+        checked = replace(get_ready(config), parts=parts)
         with restored() as set_aside, quiet_libraries():
             from .run import run
 
@@ -231,7 +245,8 @@ def train(  # noqa: PLR0913, parts are named one by one
             result = TrainResult(state.config, step=state.step, stopped_by=state.stopped_by)
             if state.stopped_by is not None:
                 resume = f'load_config({str(result.run_dir / "config.toml")!r}, resume_from_checkpoint="latest")'
-                print_line(f"in Python:\n  train({resume})")
+                same = "".join(f", {name}=..." for name in dict.fromkeys(n.partition(".")[0] for n in parts.by_name))
+                print_line(f"in Python:\n  train({resume}{same})")
             del state
             gc.collect()  # networks and callbacks refer to each other, and the caller may want the memory now
             return result

@@ -6,7 +6,7 @@ Entry points are read when a name is not registered, or when all names are liste
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib import import_module, metadata
 from typing import Any, Generic, TypeVar
@@ -100,9 +100,12 @@ class Registry(Generic[T]):
         self._load(None)
         return dict(self.registered)
 
-    def unknown(self, name: str) -> str:
-        """Return the message that a name is unknown, with the nearest name, and with packages that cannot be used."""
-        names = self.all()
+    def unknown(self, name: str, others: Iterable[str] = ()) -> str:
+        """Return the message that a name is unknown, with the nearest name, and with packages that cannot be used.
+
+        `others` are further valid names.
+        """
+        names = {*self.all(), *others}
         return "; ".join([f"unknown {self.noun} {name!r}{nearest(name, names)}", *self.broken])
 
     def _load(self, name: str | None) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import LTXVideoTransformer3DModel
 from peft import LoraConfig
@@ -136,6 +137,18 @@ def test_equal_parts_have_equal_fingerprints() -> None:
     assert fingerprint(schedule(0.1)) == fingerprint(schedule(0.1)) != fingerprint(schedule(0.2))
     assert fingerprint(LoraConfig(r=4)) == fingerprint(LoraConfig(r=4)) != fingerprint(LoraConfig(r=8))
     assert fingerprint(partial(SGD, lr=1)) != fingerprint(SGD)
+
+    class Reference:
+        def __init__(self, value: float) -> None:
+            self.image, self.array, self._calls = torch.full((2, 2), value), np.full(2, value), [object()]
+
+    def closeness(reference: Any) -> Callable[..., Any]:
+        return lambda videos, prompts: videos - reference.image
+
+    assert fingerprint(Reference(1.0)) == fingerprint(Reference(1.0)) != fingerprint(Reference(2.0))
+    same, other = Reference(1.0), Reference(1.0)
+    other.array[1] = 3
+    assert fingerprint(closeness(same)) == fingerprint(closeness(Reference(1.0))) != fingerprint(closeness(other))
     itself: list[Any] = []
     itself.append(itself)
     assert fingerprint(itself)

@@ -172,7 +172,7 @@ def _rewards(
     """Return the requested rewards, or else those of the run, and the label of the reward that selects the best."""
     entries = list(options.reward) or evaluation_rewards(config)
     for entry in entries:
-        problems = reward_problems(entry)
+        problems = reward_problems(entry, config.run.parts)
         findings.errors += [Problem.from_error("--reward", error) for error in problems]
         if not problems and (problem := single_clip_problem(entry)) is not None:
             findings.error("reward", problem, "unsupported")

@@ -20,8 +20,8 @@ BASE = {
     **MODEL, "method": "grpo", "prompts": "p.txt", "reward": ["brightness"], "rollout_size": "17x64x64",
     "train_steps": 100,
 }  # fmt: skip
-NFT = {"method": "nft", "init_same_noise": False}
-AWM = {"method": "awm", "init_same_noise": False}
+NFT = {"method": "nft"}
+AWM = {"method": "awm"}
 REFL = {"method": "refl", "num_generations": 1}
 GEOMETRY = Geometry(temporal=8, spatial=32, patch=1, patch_t=1, fps=25.0)
 FLOW = Facts(GEOMETRY, is_flow=True, first_frame="tokens")
@@ -86,9 +86,9 @@ def test_a_plain_run_has_no_findings(family, options):
         ({"sampler": "ode"}, "sampler", "unsupported", "--method nft"),
         ({"eta": 0}, "eta", "invalid", "more than 0, or --method nft"),
         ({"sampler": "cps", "eta": 1.2}, "eta", "invalid", "up to 1, got 1.2"),
-        ({"method": "nft"}, "init_same_noise", "unsupported", "--no-init_same_noise"),
+        ({"method": "nft", "init_same_noise": True}, "init_same_noise", "unsupported", "--no-init_same_noise"),
         ({**NFT, "sampler": "flow"}, "sampler", "unsupported", "use ode"),
-        ({"method": "awm"}, "init_same_noise", "unsupported", "--no-init_same_noise"),
+        ({"method": "awm", "init_same_noise": True}, "init_same_noise", "unsupported", "--no-init_same_noise"),
         ({**NFT, "noise_level_range": [0.5, 0.5]}, "noise_level_range", "conflict", "10 --sampling_steps"),
         ({**NFT, "old_policy_decay": [0, 0.1, 1.0]}, "old_policy_decay", "invalid", "uphold 1:"),
         ({**REFL, "draft_k": 11}, "draft_k", "conflict", "10 --sampling_steps; "),

@@ -231,10 +231,18 @@ def _with_used_columns(file: PromptFile, path: Path, config: TrainConfig) -> tup
 
 
 def column_problems(plan: PromptPlan, config: TrainConfig) -> Iterator[Problem]:
-    """Yield the columns that a reward requires and prompts lack."""
+    """Yield the columns that a reward requires and prompts lack, or that it has in the place of the prompts."""
     from finetrainers.rewards.registry import columns_taken
 
     rewards, held_out = config.grpo.reward, config.validation.eval_reward
+    for option, entries in (("--reward", rewards), ("--eval_reward", held_out)):
+        for entry in entries:
+            if (name := columns_taken(entry).prompts) in plan.column_names:
+                message = (
+                    f"{entry.name} gets the prompts as its argument {name!r}, which is also a column of the prompts; "
+                    f"name that argument `prompts`, or take the column by name: (videos, prompts, *, {name})"
+                )
+                yield Problem(option, message, "conflict")
     for option, entries, prompts in (
         ("--reward", rewards, plan.prompts if held_out else (*plan.prompts, *plan.eval_prompts)),
         ("--eval_reward", held_out, plan.eval_prompts),

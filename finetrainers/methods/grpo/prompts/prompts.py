@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.base import check_text
+from finetrainers.config.prompts import python_prompts
 from finetrainers.data.reading.items import DataError
 from finetrainers.data.reading.media import decoding, open_image
 from finetrainers.data.reading.status import InvalidSampleError
@@ -90,7 +91,7 @@ class PromptFile:
 
 
 def read_prompts(path: Path) -> PromptFile:
-    """Read a prompt file.
+    """Read a prompt file, or the prompts that `train` was called with, as those of a `.jsonl` file.
 
     `.txt` holds one prompt a line; blank lines and lines starting with `#` are left out. `.jsonl` holds an object a
     line, with the prompt under `prompt`, `caption` or `text`, and `.csv` a table with such a column. `.json` is
@@ -106,14 +107,11 @@ def read_prompts(path: Path) -> PromptFile:
 
     Raises:
         DataError: the file cannot be read or holds no prompts; its `problems` name every line that is wrong.
+        ConfigError: `train` was called without the prompts.
     """
-    readers = {".txt": _from_text, ".jsonl": _from_json_lines, ".csv": _from_table, ".json": _from_encoded}
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        raise DataError(f"prompt file {quoted(str(path))} must end in .txt, .jsonl, .csv or .json", kind="unsupported")
     problems: list[str] = []
     notes: list[str] = []
-    prompts = _with_all_columns(reader(path, _read(path), problems, notes))
+    prompts = _with_all_columns(list(_prompts(path, problems, notes)))
     problems += _image_problems(prompts)
     if problems:
         raise DataError(f"{path}: {plural(len(problems), 'problem')}", problems)
@@ -122,6 +120,19 @@ def read_prompts(path: Path) -> PromptFile:
     return PromptFile(
         tuple(prompts), _fingerprint(prompts), tuple(notes), tuple(_repeated(path, prompts)), empty_beside(path)
     )
+
+
+def _prompts(path: Path, problems: list[str], notes: list[str]) -> Iterator[Prompt]:
+    """Yield the prompts of a file, or those that `train` was called with."""
+    if (rows := python_prompts(path)) is not None:
+        for index, row in enumerate(rows):
+            yield from _from_row(row, f"{path.name.partition(':')[2]}[{index}]", path, problems)
+        return
+    readers = {".txt": _from_text, ".jsonl": _from_json_lines, ".csv": _from_table, ".json": _from_encoded}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(f"prompt file {quoted(str(path))} must end in .txt, .jsonl, .csv or .json", kind="unsupported")
+    yield from reader(path, _read(path), problems, notes)
 
 
 def empty_beside(path: Path) -> Prompt | None:
