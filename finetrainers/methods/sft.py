@@ -88,7 +88,7 @@ class SFT:
     """Supervised finetuning of any registered model.
 
     A subclass with another `element_loss` is a method with another loss, for training and evaluation; one with another
-    `loss` combines `noise_batch`, `predict` and `sample_means` in its own way. `train(config, method=...)` takes it:
+    `loss` combines `noise_batch`, `predict` and `mean_loss` in its own way. `train(config, method=...)` takes it:
 
         class Huber(SFT):
             def element_loss(self, prediction, target):
@@ -156,8 +156,7 @@ class SFT:
         if isinstance(batch, PriorBatch):
             return self._prior_loss(transformer, batch.clips)
         per_sample, weight = self.errors(transformer, batch, purpose="train", quantile=None)
-        # Multiplications by 1 are left out: they cost noticeable time with a small network.
-        loss = (per_sample if weight is None else weight * per_sample).mean()
+        loss = _weighted_mean(per_sample, weight)
         loss = loss if batch.weight == 1.0 else loss * batch.weight
         metrics = {"loss": loss.detach()}
         if batch.mask is not None:  # a sample has an error of exactly 0 if its mask leaves nothing
@@ -274,6 +273,10 @@ class SFT:
         total = (mask.mean(dim=(1, 3, 4)) * trained).sum(1)
         return (per_frame * trained).sum(1) / torch.where(total > 0, total, 1.0), weight
 
+    def mean_loss(self, error: Tensor, noisy: NoisyClips) -> Tensor:
+        """Return the weighted mean of an error by element over all samples; see `sample_means`."""
+        return _weighted_mean(*self.sample_means(error, noisy))
+
     def _times(self, generators: Sequence[torch.Generator], x0: Tensor, quantile: float | None) -> Tensor:
         """Return the process time of each sample `[B]`, or of each latent frame `[B, T]`; `quantile` applies to all."""
         frames = [] if self.spec.noise_per == "clip" else [x0.shape[2]]
@@ -328,3 +331,8 @@ class SFT:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
             raise InputError(f"supervised finetuning has no state to restore, got {sorted(state)}", "mismatch")
+
+
+def _weighted_mean(per_sample: Tensor, weight: Tensor | None) -> Tensor:
+    # Multiplications by 1 are left out: they cost noticeable time with a small network.
+    return (per_sample if weight is None else weight * per_sample).mean()

@@ -166,8 +166,8 @@ _BESIDES_WORK = {
 }  # fmt: skip
 
 
-def plan_work_once(checked: ResolvedRun) -> Planner:
-    """Return a planner that reuses the work of an earlier preflight unless its options may differ."""
+def plan_work_once(checked: ResolvedRun, plan: Planner = plan_work) -> Planner:
+    """Return a planner that reuses the work of an earlier preflight unless its options may differ; else `plan` is."""
 
     def planner(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> TrainingSet | None:
         now, then = config.without_chosen(SIZES), checked.config.without_chosen(SIZES)
@@ -177,7 +177,7 @@ def plan_work_once(checked: ResolvedRun) -> Planner:
         )
         if is_same and geometry == checked.geometry and not sizes_are_wrong:
             return checked.plan
-        return plan_work(config, geometry, sizes_are_wrong=sizes_are_wrong)
+        return plan(config, geometry, sizes_are_wrong=sizes_are_wrong)
 
     return planner
 
