@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 
 from finetrainers.config.root import TrainConfig
@@ -17,7 +18,7 @@ from finetrainers.data.loading.encode import Encoder, clip_encoder, text_encoder
 from finetrainers.data.loading.loader import RawBatch
 from finetrainers.diffusion.process import Process
 from finetrainers.models.spec import Batch, ModelComponents, ModelSpec, PromptEmbeds, VAEStats, VideoMeta
-from finetrainers.parallel.alone import SingleProcess
+from finetrainers.parallel.ranks import SingleProcess
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.process_state import free_memory, restored
 
@@ -241,12 +242,27 @@ class Model:
         return self._supervised.element_loss(prediction, target)
 
     def mean_loss(self, error: Tensor, noisy: NoisyClips) -> Tensor:
-        """Return the mean of a loss by element, with weights and masks, without given frames; see `SFT.sample_means`."""
+        """Return the mean of a loss by element, with weights and masks, without conditioning frames."""
         return self._supervised.mean_loss(error, noisy)
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of supervised finetuning of a micro-batch, times its share of the optimizer step."""
         return self._supervised.loss(self.network, batch)[0]
+
+    def save(self, directory: str | Path) -> Path:
+        """Write the LoRA, or the network of full finetuning, as a run does; return the file, or the directory.
+
+        `sample`, `export` and `init_from` take it. In a program of several processes, call it in one.
+        """
+        root, network = Path(directory), self._plain_network
+        root.mkdir(parents=True, exist_ok=True)
+        if self.config.training.training_type == "lora":
+            weights = {name: tensor.detach().cpu() for name, tensor in get_peft_model_state_dict(network).items()}
+            settings: Any = network.peft_config
+            [path] = self.spec.save_lora(root, weights, settings["default"].to_dict())
+            return path
+        self.spec.save_full(root, network, {name: tensor.cpu() for name, tensor in network.state_dict().items()})
+        return root / self.spec.facts.trained
 
     # ---- rollouts ----------------------------------------------------------------------------------------------
 

@@ -132,7 +132,7 @@ def batches(
             raise ConfigError([Problem("--method", message, "unsupported")])
         checked = preflight_by_model(config, preparing=True)
         with restored(), quiet_libraries():
-            from finetrainers.parallel.alone import SingleProcess
+            from finetrainers.parallel.ranks import SingleProcess
 
             data_size = config.parallel.data_size(launched_processes())
             data_rank = launched_rank() * data_size // launched_processes()

@@ -54,6 +54,8 @@ def test_batches_and_losses_are_those_of_training(options: Callable[..., dict], 
     assert torch.equal(model.process.add_noise(noisy.x0, noisy.eps, noisy.frame_t), noisy.x_t)
     trained = load_model(load_config(config, init_from=str(result.run_dir / "checkpoints" / "step-1")))
     assert trained.loss(own[1]).item() == losses[1]
+    saved = load_model(load_config(config, init_from=trained.save(tmp_path / "saved")))
+    assert saved.loss(own[1]).item() == losses[1]
 
     # Frames of your own, as uint8 and as `decode` returns them.
     raw = next(batches(config, encoded=False))
