@@ -18,6 +18,9 @@ from .preflight import preflight
 def check(config: TrainConfig, *, decode: bool = False, recall: bool = True, jobs: int | None = None) -> dict[str, Any]:
     """Report the status of every item of the data: its bucket, or why it cannot be used.
 
+        report = check(load_config("run.toml"))
+        print([item["reason"] for item in report["items"] if item["use"] == "rejected"])
+
     Args:
         config: from `load_config`; needs a model's name and data.
         decode: decode every file from end to end, not only its header.

@@ -245,6 +245,8 @@ def export(
 ) -> list[Path]:  # fmt: skip
     """Export a LoRA or a network for other programs; each file is read back and compared. Return the paths.
 
+        [file] = export("runs/mystyle", ["comfyui"], dtype="bf16")
+
     Args:
         source: a run directory, a checkpoint, or a LoRA in safetensors.
         formats: of `diffusers`, `comfyui`, `kohya`, `peft` and `merged`.

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 class TrainResult:
     """Results of a training run, read from its directory when they are requested.
 
+        result = TrainResult.load("runs/mystyle")
+        pipe = result.pipeline()
+
     Attributes:
         config: the configuration of the training, with `init_from` resolved.
         step: the last optimizer step; 0 after a dry run.

@@ -66,6 +66,9 @@ class SampleResult:
 def sample(target: str | Path, *others: str | Path, **options: Any) -> SampleResult:
     """Sample clips of runs, checkpoints, LoRA files or models side by side; existing clips are not sampled again.
 
+        samples = sample("runs/mystyle", "base", prompts=["a boat on a lake", "a castle"], seed=7)
+        print(samples.clips, samples.sheet)
+
     Args:
         target: a run directory, a checkpoint, a LoRA in safetensors, or a model.
         others: further ones, each in a column.

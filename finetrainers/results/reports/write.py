@@ -17,6 +17,8 @@ from .page import MOST_VIDEOS, make_report
 def report(run: str | Path, *others: str | Path, output: str | Path | None = None, videos: int = MOST_VIDEOS) -> Path:
     """Write an HTML report of one or several runs, which are compared; return its path.
 
+        report("runs/first", "runs/second", output="compared.html")
+
     Args:
         run: run directory, even of a run that trains or has crashed.
         others: directories of further runs.
