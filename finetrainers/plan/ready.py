@@ -60,17 +60,19 @@ def preflight_by_model(
     damaged: Mapping[Path, str] | None = None,
     earlier: ResolvedRun | None = None,
     planner: Planner = plan_work,
+    writes: bool = True,
 ) -> ResolvedRun:
     """Return the preflight of a run by its model's own configs, which are fetched from the Hub if necessary.
 
-    Args and errors are those of `get_ready`; `planner` determines the work.
+    Args and errors are those of `get_ready`; for `planner` and `writes` see `preflight`.
     """
     planner = planner if earlier is None else plan_work_once(earlier, planner)
-    checked = preflight(config, preparing=preparing, damaged=damaged, planner=planner)
+    checked = preflight(config, preparing=preparing, damaged=damaged, planner=planner, writes=writes)
     fetched = checked.family.fetch_configs(checked.config.model)
     absence = f"{', '.join(fetched.missing)} is not on this disk, and {fetched.away}"
     if fetched.new:
-        checked = preflight(config, preparing=preparing, damaged=damaged, planner=plan_work_once(checked, planner))
+        planner = plan_work_once(checked, planner)
+        checked = preflight(config, preparing=preparing, damaged=damaged, planner=planner, writes=writes)
     elif fetched.missing and not config.run.dry_run:
         message = f"{absence}, so the name cannot be checked either; {fetched.way_out}, or use a directory"
         raise ConfigError([Problem("--pretrained_model_name_or_path", message, "unavailable")])

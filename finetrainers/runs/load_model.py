@@ -79,7 +79,7 @@ def _check_model(config: TrainConfig) -> ResolvedRun:
         raise ConfigError([Problem("--resume_from_checkpoint", message, "unsupported")])
     if is_method(config.training.method):
         config = method_spec(config).without_data(config) or config
-    return preflight_by_model(config, preparing=True, planner=plan_sizes)
+    return preflight_by_model(config, preparing=True, planner=plan_sizes, writes=False)
 
 
 def _find_device(device: str | torch.device | None = None) -> torch.device:

@@ -72,6 +72,10 @@ class TrainResult:
         config = load_config(root / "config.toml", output_dir=root)
         return cls(config, step=ends[-1]["step"], stopped_by=ends[-1].get("by"))
 
+    def __fspath__(self) -> str:
+        """Return the run directory, so that `sample`, `export` and `report` take results."""
+        return str(self.run_dir)
+
     def push(self, repo_id: str | None = None) -> str:
         """Upload weights, model card, configuration and samples to the Hub; return the id of the repository.
 

@@ -52,7 +52,7 @@ def test_batches_and_losses_are_those_of_training(options: Callable[..., dict], 
     plain = model.predict(noisy.x_t, noisy.frame_t, own[0].conditions, fps=8.0)
     assert torch.equal(plain, prediction)
     assert torch.equal(model.process.add_noise(noisy.x0, noisy.eps, noisy.frame_t), noisy.x_t)
-    trained = load_model(load_config(config, init_from=str(result.run_dir / "checkpoints" / "step-1")))
+    trained = load_model(load_config(result.config, init_from=str(result.run_dir / "checkpoints" / "step-1")))
     assert trained.loss(own[1]).item() == losses[1]
     saved = load_model(load_config(config, init_from=trained.save(tmp_path / "saved")))
     assert saved.loss(own[1]).item() == losses[1]
