@@ -1,4 +1,4 @@
-"""A loaded model for training loops of your own: what a run does with its model, step by step."""
+"""A loaded model for your own training loops: what a run does with its model, step by step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .sft import SFT, NoisyClips
 
 
 class Model:
-    """A model as a run trains it, from `load_model`, for training loops of your own.
+    """A model as a run trains it, from `load_model`, for your own training loops.
 
     Its components are loaded when they are first used. `network` may be replaced by what wraps it, such as the result
     of `accelerator.prepare`. Noise depends on the seed of the configuration and on the keys of samples alone.

@@ -1,11 +1,11 @@
-"""Models and batches of a configuration, for training loops of your own. Imports no torch at its top."""
+"""Models and batches of a configuration, for your own training loops. Imports no torch at its top."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import load_config
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def load_model(config: TrainConfig, *, device: str | torch.device | None = None) -> Model:
-    """Return the model of a configuration as a run would train it, for loops of your own.
+    """Return the model of a configuration as a run would train it, for your own loops.
 
     It needs no data. The network begins with the weights of `init_from`, if that is set: use the directory of a run,
     or one of its checkpoints, for weights that were trained. Components are loaded when they are first used.
@@ -170,7 +170,7 @@ def _decoded_steps(checked: ResolvedRun, parallel: Any, start: int) -> tuple[Ite
     """Return decoded micro-batches by optimizer step, and the number of steps of the run."""
     from finetrainers.data.loading.training_data import decoded_steps
 
-    config, plan = checked.config, checked.plan
+    config, plan = checked.config, cast(Any, checked.plan)
     position = DataPosition.begin(config, data_size=parallel.data_size)
     steps, sampler = decoded_steps(plan, config, position, parallel, start)
     return steps, config.training.train_steps or sampler.steps_for_epochs(config.training.train_epochs)

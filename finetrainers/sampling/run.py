@@ -92,7 +92,7 @@ def sample(target: str | PathLike[str], *others: str | PathLike[str], **options:
     if problems:
         raise ConfigError(problems, of="these samples")
     flags = RawOptions(model, {name: f"--{name}" for name in model})
-    plan = plan_samples([*map(fspath, (target, *others))], section, flags)
+    plan = plan_samples([fspath(path) for path in (target, *others)], section, flags)
     with environment_restored(), restored(), quiet_libraries():
         return draw(plan)
 

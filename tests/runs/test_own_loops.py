@@ -1,4 +1,4 @@
-"""Models and batches for training loops of your own: each step is that of a run, bit for bit."""
+"""Models and batches for your own training loops: each step is that of a run, bit for bit."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_batches_and_losses_are_those_of_training(options: Callable[..., dict], 
     assert saved.keys() == expected.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in expected.items())
 
-    # Frames of your own, as uint8 and as `decode` returns them.
+    # Your own frames, as uint8 and as `decode` returns them.
     raw = next(batches(config, encoded=False))
     frames = [pixels.permute(1, 2, 3, 0).numpy() for pixels in raw.pixels]
     captions = [clip.caption for clip in raw.clips]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ class Rollouts:
 class RolloutPolicy:
     """The sampling policy of a configuration; see `Sampler`."""
 
-    def __init__(self, parts: MethodParts[None]) -> None:
+    def __init__(self, parts: MethodParts[Any]) -> None:
         """Args:
         parts: the model; it has no source of batches.
 
