@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_family import FAMILIES
 from refusals import refused, refused_options
 from safetensors.torch import load_file
 
@@ -86,6 +87,17 @@ def test_batches_and_losses_are_those_of_training(options: Callable[..., dict], 
         model.rollout(["a ball"])
     with refused_options(("--resume_from_checkpoint", "unsupported")):
         load_model(load_config(config, resume_from_checkpoint="latest"))
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_loss_of_training(family: str, options: Callable[..., dict]) -> None:
+    values = options(family, train_steps=1, checkpointing_steps=0)
+    result = train(load_config(**values))
+    model, [batch] = load_model(result.config), list(batches(result.config))
+    assert model.loss(batch).item() == result.metrics[0]["loss"]
+    x0 = model.noise(batch).x0[:, :, -batch.latent_size[0] :]
+    assert model.decode(x0).shape[2:] == (3, 64, 64)
 
 
 class Spied(GRPO):
