@@ -8,23 +8,31 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-#: Where each public name is defined; `Reward`, `Sample`, `TrainState` and `sample` need torch there.
+#: Where each public name is defined; classes of batches, models and states, and `sample`, need torch there.
 _PUBLIC = {
+    "Batch": "finetrainers.models.batch",
     "Callback": "finetrainers.training.callbacks.base",
     "ConfigError": "finetrainers.config.errors",
     "Facts": "finetrainers.config.facts",
     "Family": "finetrainers.models.registry",
+    "Model": "finetrainers.methods.model",
+    "NoisyClips": "finetrainers.methods.sft",
+    "RawBatch": "finetrainers.data.loading.loader",
     "Reward": "finetrainers.rewards.base",
+    "Rollouts": "finetrainers.methods.grpo.rollout.policy",
+    "SFT": "finetrainers.methods.sft",
     "Sample": "finetrainers.training.state",
     "Section": "finetrainers.config.base",
     "TrainConfig": "finetrainers.config.root",
     "TrainResult": "finetrainers.runs.training",
     "TrainState": "finetrainers.training.state",
     "TrainingMethod": "finetrainers.config.methods",
+    "batches": "finetrainers.runs.load_model",
     "check": "finetrainers.plan.check",
     "estimate": "finetrainers.plan.estimate",
     "export": "finetrainers.results.export_formats",
     "load_config": "finetrainers.config.load",
+    "load_model": "finetrainers.runs.load_model",
     "model_path": "finetrainers.utils.packaged",
     "option": "finetrainers.config.option",
     "register_method": "finetrainers.methods.registry",
@@ -36,21 +44,29 @@ _PUBLIC = {
     "__version__": "finetrainers.utils.versions",
 }
 __all__ = [
+    "SFT",
+    "Batch",
     "Callback",
     "ConfigError",
     "Facts",
     "Family",
+    "Model",
+    "NoisyClips",
+    "RawBatch",
     "Reward",
+    "Rollouts",
     "Sample",
     "Section",
     "TrainConfig",
     "TrainResult",
     "TrainState",
     "TrainingMethod",
+    "batches",
     "check",
     "estimate",
     "export",
     "load_config",
+    "load_model",
     "model_path",
     "option",
     "register_method",
@@ -62,10 +78,16 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from finetrainers.data.loading.loader import RawBatch
+    from finetrainers.methods.grpo.rollout.policy import Rollouts
+    from finetrainers.methods.model import Model
+    from finetrainers.methods.sft import SFT, NoisyClips
+    from finetrainers.models.batch import Batch
     from finetrainers.plan.check import check
     from finetrainers.plan.estimate import estimate
     from finetrainers.results.export_formats import export
     from finetrainers.results.reports.write import report
+    from finetrainers.runs.load_model import batches, load_model
     from finetrainers.runs.training import TrainResult, train
     from finetrainers.sampling.run import sample
     from finetrainers.training.callbacks.base import Callback

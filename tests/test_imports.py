@@ -276,10 +276,11 @@ def test_family_names_stay_in_their_files() -> None:
 
 
 def test_method_names_stay_in_their_files() -> None:
-    """The rest of the package asks a method's `MethodSpec`, or the method. Commands name methods in their help."""
+    """The rest of the package asks a method's `MethodSpec`, or the method. Commands name methods in their help, and
+    the facade has public classes."""
     wrong = []
     for path in modules():
-        if path.relative_to(PACKAGE).parts[0] in ("methods", "config", "demo", "cli"):
+        if path.relative_to(PACKAGE).parts[0] in ("methods", "config", "demo", "cli", "__init__.py"):
             continue
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             if _METHOD.search(line):

@@ -39,6 +39,13 @@ def test_the_package_shows_its_public_names() -> None:
         assert found.__doc__
 
 
+def test_the_page_on_stability_lists_each_public_name() -> None:
+    page = (ROOT / "docs" / "reference" / "stability.md").read_text()
+    names = re.findall(r"`(\w+)`", page.partition("| subject | names |")[2])
+    assert sorted(names) == sorted(finetrainers.__all__)
+    assert "(stability.md)" in (ROOT / "docs" / "reference" / "python.md").read_text()
+
+
 def test_the_page_on_python_explains_each_kind_of_problem() -> None:
     page = (ROOT / "docs" / "reference" / "python.md").read_text()
     table = page.partition("| kind | meaning |")[2]

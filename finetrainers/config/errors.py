@@ -64,7 +64,11 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """Error for a configuration that cannot be run; `problems` lists all the reasons."""
+    """Error for a configuration that cannot be run.
+
+    Attributes:
+        problems: all the reasons, each with `where`, `message` and `kind`.
+    """
 
     def __init__(
         self,

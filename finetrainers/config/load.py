@@ -57,6 +57,9 @@ def load_config(
 ) -> TrainConfig:
     """Load a configuration from a source, from options by name, or from both.
 
+        config = load_config("run.toml", lr=5e-5, output_dir="runs/second")
+        print(config.optimizer.lr, config.get("lr"))
+
     Args:
         source: a TOML file, the name of a recipe, a dictionary like the content of a file, or another configuration.
         options: override those of `source`, by name (`lr=1e-4`) or in their table (`dpo={"beta": 500}`). Paths, and

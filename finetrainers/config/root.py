@@ -40,7 +40,10 @@ def _table(section: type[Section]) -> Any:
 
 
 class TrainConfig(Section):
-    """A whole training run. `load_config` builds one."""
+    """A whole training run, which `load_config` builds: a section for each subject, such as `config.optimizer.lr`.
+
+    `get("lr")` returns an option by its name, and `load_config(config, lr=1e-5)` a copy with changes.
+    """
 
     model: ModelSection = Field(description=ModelSection.__doc__)
     data: DataSection = _table(DataSection)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from finetrainers.config.frame_conditioning import draw_frames, select_conditioning_modes
 from finetrainers.data.loading.training_data import TrainingData
 from finetrainers.diffusion.timesteps import NoiseLevels
-from finetrainers.models.spec import Batch, VideoMeta
+from finetrainers.models.spec import Batch, PromptEmbeds, VideoMeta
 from finetrainers.utils.device import to_device
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.seeding import derive_seed, generator
@@ -60,11 +60,14 @@ class NoisyClips:
     """Samples at their noise levels, with one time for each sample `[B]`, or for each of its latent frames `[B, T]`.
 
     Attributes:
-        x0, eps, x_t: clean latents, noise, and noisy latents.
+        x0, eps, x_t: clean latents, noise, and noisy latents, `[B, C, T, H, W]` fp32.
         t: drawn process time.
         frame_t: process time of each frame, where frames differ.
         trained: 1 for frames that the loss counts, 0 for conditioning frames, or None if all count.
         meta: see `VideoMeta`.
+        conditions: text conditioning.
+        target: target of the network's prediction, like `x_t`.
+        weight: loss weight of each time, like `t`, or None if all are 1.
         mask: weight of each latent in its sample's loss, `[B, 1, T, H, W]`, or None if all are 1.
     """
 
@@ -75,11 +78,22 @@ class NoisyClips:
     frame_t: Tensor
     trained: Tensor | None
     meta: VideoMeta
+    conditions: PromptEmbeds
+    target: Tensor
+    weight: Tensor | None = None
     mask: Tensor | None = None
 
 
 class SFT:
-    """Supervised finetuning of any registered model."""
+    """Supervised finetuning of any registered model.
+
+    A subclass with another `element_loss` is a method with another loss, for training and evaluation; one with another
+    `loss` combines `noise_batch`, `predict` and `mean_loss` in its own way. `train(config, method=...)` takes it:
+
+        class Huber(SFT):
+            def element_loss(self, prediction, target):
+                return torch.nn.functional.huber_loss(prediction, target, reduction="none", delta=0.1)
+    """
 
     headline = ("loss", "eval_loss", "prior_loss", "eval_reward/")
     summaries: Mapping[str, Summary] = {"bad_samples": "last"}
@@ -142,8 +156,7 @@ class SFT:
         if isinstance(batch, PriorBatch):
             return self._prior_loss(transformer, batch.clips)
         per_sample, weight = self.errors(transformer, batch, purpose="train", quantile=None)
-        # Multiplications by 1 are left out: they cost noticeable time with a small network.
-        loss = (per_sample if weight is None else weight * per_sample).mean()
+        loss = _weighted_mean(per_sample, weight)
         loss = loss if batch.weight == 1.0 else loss * batch.weight
         metrics = {"loss": loss.detach()}
         if batch.mask is not None:  # a sample has an error of exactly 0 if its mask leaves nothing
@@ -158,13 +171,12 @@ class SFT:
         """
         assert self.reference is not None, "prior preservation requires a reference model"
         assert batch.prior is not None, "prior preservation requires prior prompts"
-        noised = self._add_noise(batch, purpose="train", quantile=None)
+        noisy = replace(self.noise_batch(batch), conditions=batch.prior, mask=None, weight=None)
         # First, since the network's stored activations would add to the memory of this pass.
         with torch.no_grad(), self.reference(transformer) as network:
-            teacher = self.spec.predict(network, noised.x_t, noised.frame_t, batch.prior, noised.meta).float()
-        student = self.spec.predict(transformer, noised.x_t, noised.frame_t, batch.prior, noised.meta)
-        error = F.mse_loss(student.float(), teacher, reduction="none")
-        difference = _mean_per_sample(error, replace(noised, mask=None))[0].mean() * batch.weight
+            teacher = self.predict(network, noisy)
+        error = F.mse_loss(self.predict(transformer, noisy), teacher, reduction="none")
+        difference = self.sample_means(error, noisy)[0].mean() * batch.weight
         return self.prior_weight * difference, {"prior_loss": difference.detach()}
 
     def eval_loss(self, transformer: nn.Module, batch: Batch, quantile: float) -> Tensor:
@@ -174,7 +186,7 @@ class SFT:
     def errors(
         self, transformer: nn.Module, batch: Batch, *, purpose: str, quantile: float | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the mean squared error per sample `[B]`, without conditioning latents, and its loss weight `[B]`.
+        """Return the mean loss per sample `[B]`, without conditioning latents, and its loss weight `[B]`.
 
         The weight is None if it is 1 for all samples, or if latent frames have separate noise levels: each frame's
         error is then weighted already. With masks the mean is weighted, sum(w error) / sum(w); it is 0 where nothing is
@@ -186,9 +198,16 @@ class SFT:
             purpose: name of the random draws, which depend on it, on the seed of the run and on a sample's key.
             quantile: quantile of the noise level, without loss weights, or None to draw it.
         """
-        noised, target, weight = self._noise_and_targets(batch, purpose, quantile)
-        prediction = self.spec.predict(transformer, noised.x_t, noised.frame_t, batch.conditions, noised.meta)
-        return _mean_per_sample(F.mse_loss(prediction.float(), target, reduction="none"), noised, weight)
+        noisy = self.noise_batch(batch, purpose=purpose, quantile=quantile)
+        return self.sample_means(self.element_loss(self.predict(transformer, noisy), noisy.target), noisy)
+
+    def predict(self, network: nn.Module, noisy: NoisyClips) -> Tensor:
+        """Return the prediction of a network of the model for samples at their noise levels, like `x_t`, in fp32."""
+        return self.spec.predict(network, noisy.x_t, noisy.frame_t, noisy.conditions, noisy.meta).float()
+
+    def element_loss(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of each element of a prediction, unreduced: here the squared error."""
+        return F.mse_loss(prediction, target, reduction="none")
 
     def gains(
         self, transformer: nn.Module, reference: Reference, batch: Batch, *, purpose: str, quantile: float | None
@@ -198,23 +217,20 @@ class SFT:
         With predictions p and r and target t, (r - t)^2 - (p - t)^2 = (r - p)(r + p - 2t) before the mean: a difference
         of two means near 1 keeps few of its digits in fp32.
         """
-        noised, target, weight = self._noise_and_targets(batch, purpose, quantile)
-        inputs = noised.x_t, noised.frame_t, batch.conditions, noised.meta
-        prediction = self.spec.predict(transformer, *inputs).float()
+        noisy = self.noise_batch(batch, purpose=purpose, quantile=quantile)
+        prediction = self.predict(transformer, noisy)
         with torch.no_grad(), reference(transformer) as network:
-            baseline = self.spec.predict(network, *inputs).float()
-        return _mean_per_sample((baseline - prediction) * (baseline + prediction - 2 * target), noised, weight)
+            baseline = self.predict(network, noisy)
+        return self.sample_means((baseline - prediction) * (baseline + prediction - 2 * noisy.target), noisy)
 
-    def _noise_and_targets(
-        self, batch: Batch, purpose: str, quantile: float | None
-    ) -> tuple[NoisyClips, Tensor, Tensor | None]:
-        """Return the samples at their noise levels, the prediction targets, and loss weights `[B]`; see `errors`."""
-        noised = self._add_noise(batch, purpose=purpose, quantile=quantile)
-        weight = None if quantile is not None else self.noise_levels.weight(noised.t)
-        return noised, self.process.target(noised.x0, noised.eps, noised.t), weight
+    def noise_batch(self, batch: Batch, *, purpose: str = "train", quantile: float | None = None) -> NoisyClips:
+        """Return the samples at their noise levels, with targets and loss weights.
 
-    def _add_noise(self, batch: Batch, *, purpose: str, quantile: float | None) -> NoisyClips:
-        """Return the samples at their noise levels; see `errors`."""
+        Args:
+            batch: samples; those of equal keys get equal noise, noise level and conditioning.
+            purpose: name of the random draws, which depend on it, on the seed of the run and on a sample's key.
+            quantile: quantile of the noise level, without loss weights, or None to draw it.
+        """
         device = batch.moments.device
         generators = [generator("cpu", self.seed, purpose, *key) for key in batch.sample_keys]
         noise = standard_normal(generators, self.spec.latent_shape(batch.moments), device)
@@ -230,9 +246,36 @@ class SFT:
         frame_t = t if trained is None else t.view(len(x0), -1) * trained
         mask = None if batch.mask is None else self.spec.padded(batch.mask)
         assert mask is None or mask.shape[2:] == x0.shape[2:], "masks must be cut together with sections of clips"
+        x_t = self.process.add_noise(x0, eps, frame_t)
+        weight = None if quantile is not None else self.noise_levels.weight(t)
         return NoisyClips(
-            x0, eps, self.process.add_noise(x0, eps, frame_t), t, self._expand_times(frame_t, x0), trained, meta, mask
-        )
+            x0, eps, x_t, t, self._expand_times(frame_t, x0), trained, meta, batch.conditions,
+            self.process.target(x0, eps, t), weight, mask,
+        )  # fmt: skip
+
+    def sample_means(self, error: Tensor, noisy: NoisyClips) -> tuple[Tensor, Tensor | None]:
+        """Return the mean of each sample's error `[B]`, without conditioning latents, and the weight left to apply.
+
+        Args:
+            error: losses by element, `[B, C, T, H, W]`.
+            noisy: the samples; see `errors` for masks and weights.
+        """
+        weight, trained, mask = noisy.weight, noisy.trained, noisy.mask
+        if trained is None and mask is None and noisy.t.ndim == 1:
+            return error.flatten(1).mean(1), weight
+        # A conditioning frame is an input, not a prediction: it is left out of the loss and the mean.
+        per_frame = (error if mask is None else error * mask).mean(dim=(1, 3, 4))
+        trained = torch.ones_like(per_frame) if trained is None else trained
+        if weight is not None and weight.ndim == 2:
+            per_frame, weight = per_frame * weight, None
+        if mask is None:
+            return (per_frame * trained).sum(1) / trained.sum(1), weight
+        total = (mask.mean(dim=(1, 3, 4)) * trained).sum(1)
+        return (per_frame * trained).sum(1) / torch.where(total > 0, total, 1.0), weight
+
+    def mean_loss(self, error: Tensor, noisy: NoisyClips) -> Tensor:
+        """Return the weighted mean of an error by element over all samples; see `sample_means`."""
+        return _weighted_mean(*self.sample_means(error, noisy))
 
     def _times(self, generators: Sequence[torch.Generator], x0: Tensor, quantile: float | None) -> Tensor:
         """Return the process time of each sample `[B]`, or of each latent frame `[B, T]`; `quantile` applies to all."""
@@ -290,17 +333,6 @@ class SFT:
             raise InputError(f"supervised finetuning has no state to restore, got {sorted(state)}", "mismatch")
 
 
-def _mean_per_sample(error: Tensor, noised: NoisyClips, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Return means `[B]` of an error without conditioning latents, and the loss weight that is left to apply."""
-    trained, mask = noised.trained, noised.mask
-    if trained is None and mask is None and noised.t.ndim == 1:
-        return error.flatten(1).mean(1), weight
-    # A conditioning frame is an input, not a prediction: it is left out of the loss and the mean.
-    per_frame = (error if mask is None else error * mask).mean(dim=(1, 3, 4))
-    trained = torch.ones_like(per_frame) if trained is None else trained
-    if weight is not None and weight.ndim == 2:
-        per_frame, weight = per_frame * weight, None
-    if mask is None:
-        return (per_frame * trained).sum(1) / trained.sum(1), weight
-    total = (mask.mean(dim=(1, 3, 4)) * trained).sum(1)
-    return (per_frame * trained).sum(1) / torch.where(total > 0, total, 1.0), weight
+def _weighted_mean(per_sample: Tensor, weight: Tensor | None) -> Tensor:
+    # Multiplications by 1 are left out: they cost noticeable time with a small network.
+    return (per_sample if weight is None else weight * per_sample).mean()

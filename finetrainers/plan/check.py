@@ -30,6 +30,9 @@ def check(
 ) -> dict[str, Any]:
     """Report the status of every item of the data: its bucket, or why it cannot be used.
 
+        report = check(load_config("run.toml"))
+        print([item["reason"] for item in report["items"] if item["use"] == "rejected"])
+
     Args:
         config: from `load_config`; needs a model's name, and data unless it is given here.
         data, eval_data: rows, as `train` takes them; arrays are stored where a run of `config` uses them.

@@ -50,6 +50,9 @@ class Estimate:
 def estimate(config: TrainConfig, *, gpu: str | None = None, host: str | None = None) -> dict[str, Any]:
     """Estimate the memory of a run in each phase, and the disk space it needs, without weights, data or a GPU.
 
+        memory = estimate(load_config("run.toml"), gpu="24GB")
+        print(memory["fits"], memory["peak"]["allocated"] / 2**30)
+
     Args:
         config: from `load_config`.
         gpu: GPU to plan for, such as `h100` or `24GB`; the estimate then has `fits`, and `advice` if it does not fit.

@@ -113,6 +113,7 @@ def preflight(
     *,
     preparing: bool = False,
     weights: bool = True,
+    writes: bool = True,
     planner: Planner = plan_work,
     damaged: Mapping[Path, str] | None = None,
 ) -> ResolvedRun:
@@ -122,6 +123,7 @@ def preflight(
         config: the configuration.
         preparing: nothing will be trained, so earlier checkpoints in the output directory are allowed.
         weights: whether weights will be loaded, so that their files are examined.
+        writes: whether files will be written into the output directory.
         planner: function that determines the work of the run.
         damaged: checkpoints that must not be resumed from, with the reason.
 
@@ -134,7 +136,7 @@ def preflight(
         config = with_options(config, "training", target_modules=list(family.facts.lora_targets))
     findings = Findings()
     method = _find_method(config, findings)
-    if weights and not (preparing and config.data.precompute_dir):
+    if weights and writes and not (preparing and config.data.precompute_dir):
         _check_output_dir(config, family, findings)
     earlier = scan_checkpoints(config.run.output_dir)
     config, checkpoint, initial = _find_weights(config, findings, damaged or {})
@@ -166,8 +168,8 @@ _BESIDES_WORK = {
 }  # fmt: skip
 
 
-def plan_work_once(checked: ResolvedRun) -> Planner:
-    """Return a planner that reuses the work of an earlier preflight unless its options may differ."""
+def plan_work_once(checked: ResolvedRun, plan: Planner = plan_work) -> Planner:
+    """Return a planner that reuses the work of an earlier preflight unless its options may differ; else `plan` is."""
 
     def planner(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> TrainingSet | None:
         now, then = config.without_chosen(SIZES), checked.config.without_chosen(SIZES)
@@ -177,7 +179,7 @@ def plan_work_once(checked: ResolvedRun) -> Planner:
         )
         if is_same and geometry == checked.geometry and not sizes_are_wrong:
             return checked.plan
-        return plan_work(config, geometry, sizes_are_wrong=sizes_are_wrong)
+        return plan(config, geometry, sizes_are_wrong=sizes_are_wrong)
 
     return planner
 

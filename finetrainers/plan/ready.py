@@ -9,7 +9,7 @@ from pathlib import Path
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.target import target_device
-from finetrainers.methods.registry import method_class_problem, method_spec, plan_work
+from finetrainers.methods.registry import Planner, method_class_problem, method_spec, plan_work
 from finetrainers.models.files.hub import ask
 from finetrainers.utils.progress import working
 
@@ -59,17 +59,20 @@ def preflight_by_model(
     preparing: bool = False,
     damaged: Mapping[Path, str] | None = None,
     earlier: ResolvedRun | None = None,
+    planner: Planner = plan_work,
+    writes: bool = True,
 ) -> ResolvedRun:
     """Return the preflight of a run by its model's own configs, which are fetched from the Hub if necessary.
 
-    Args and errors are those of `get_ready`.
+    Args and errors are those of `get_ready`; for `planner` and `writes` see `preflight`.
     """
-    planner = plan_work if earlier is None else plan_work_once(earlier)
-    checked = preflight(config, preparing=preparing, damaged=damaged, planner=planner)
+    planner = planner if earlier is None else plan_work_once(earlier, planner)
+    checked = preflight(config, preparing=preparing, damaged=damaged, planner=planner, writes=writes)
     fetched = checked.family.fetch_configs(checked.config.model)
     absence = f"{', '.join(fetched.missing)} is not on this disk, and {fetched.away}"
     if fetched.new:
-        checked = preflight(config, preparing=preparing, damaged=damaged, planner=plan_work_once(checked))
+        planner = plan_work_once(checked, planner)
+        checked = preflight(config, preparing=preparing, damaged=damaged, planner=planner, writes=writes)
     elif fetched.missing and not config.run.dry_run:
         message = f"{absence}, so the name cannot be checked either; {fetched.way_out}, or use a directory"
         raise ConfigError([Problem("--pretrained_model_name_or_path", message, "unavailable")])

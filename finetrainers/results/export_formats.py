@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -239,15 +240,18 @@ class Exported:
 
 
 def export(
-    source: str | Path, formats: Sequence[str], *, output_dir: str | Path | None = None, use_ema: bool = True,
+    source: str | PathLike[str], formats: str | Sequence[str], *,
+    output_dir: str | Path | None = None, use_ema: bool = True,
     dtype: Literal["bf16", "fp16", "fp32"] | None = None, lora_scale: float = 1.0, one_file: bool = False,
     overwrite: bool = False, **model: Any,
 ) -> list[Path]:  # fmt: skip
     """Export a LoRA or a network for other programs; each file is read back and compared. Return the paths.
 
+        [file] = export("runs/mystyle", ["comfyui"], dtype="bf16")
+
     Args:
-        source: a run directory, a checkpoint, or a LoRA in safetensors.
-        formats: of `diffusers`, `comfyui`, `kohya`, `peft` and `merged`.
+        source: a run directory or result, a checkpoint, or a LoRA in safetensors.
+        formats: one or several of `diffusers`, `comfyui`, `kohya`, `peft` and `merged`.
         output_dir: has one subdirectory for each format; default: export/ in the run directory.
         use_ema: export a checkpoint's EMA, if it has one.
         dtype, lora_scale, one_file, overwrite: see `export_formats`.
@@ -256,9 +260,10 @@ def export(
     Raises:
         ConfigError: there is nothing to export, or a format is unknown, does not fit or exists.
     """
+    formats = [formats] if isinstance(formats, str) else formats
     if unknown := [name for name in formats if name not in FORMATS]:
         raise ConfigError([Problem("formats", f"unknown {', '.join(unknown)}; valid: {', '.join(FORMATS)}", "unknown")])
-    weights = find_source(str(source), options=model, use_ema=use_ema)
+    weights = find_source(fspath(source), options=model, use_ema=use_ema)
     settings: dict[str, Any] = {"dtype": dtype, "lora_scale": lora_scale, "one_file": one_file, "overwrite": overwrite}
     folder = weights.folder if output_dir is None else Path(output_dir)
     with environment_restored(), restored(), quiet_libraries():

@@ -41,6 +41,10 @@ REWARDS: Registry[Any] = Registry("reward", "rewards", problem=_problem, origins
 def register_reward(name: str, factory: Any = None) -> Any:
     """Make a reward available as `--reward name`; also a decorator.
 
+        @register_reward("red")
+        def red(videos, prompts):
+            return videos[:, :, 0].mean(dim=(1, 2, 3))
+
     Register a function `(videos, prompts) -> scores [B]` with videos `[B, T, C, H, W]` in [0, 1], a `Reward` subclass,
     or the address `module:attribute` of either. The function may be async, and may return a list with None for clips
     without a score. Its keyword `fps` is the frame rate, `images` the images that clips start from, `[B, 3, H, W]`;

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 class TrainResult:
     """Results of a training run, read from its directory when they are requested.
 
+        result = TrainResult.load("runs/mystyle")
+        pipe = result.pipeline()
+
     Attributes:
         config: the configuration of the training, with `init_from` resolved.
         step: the last optimizer step; 0 after a dry run.
@@ -73,6 +76,10 @@ class TrainResult:
             raise InputError(f"the last training of {root} is neither finished nor stopped; resume it", "not_found")
         config = load_config(root / "config.toml", output_dir=root)
         return cls(config, step=ends[-1]["step"], stopped_by=ends[-1].get("by"))
+
+    def __fspath__(self) -> str:
+        """Return the run directory, so that `sample`, `export` and `report` take results."""
+        return str(self.run_dir)
 
     def push(self, repo_id: str | None = None) -> str:
         """Upload weights, model card, configuration and samples to the Hub; return the id of the repository.

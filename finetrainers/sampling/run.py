@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,14 @@ class SampleResult:
     page: Path | None = None
 
 
-def sample(target: str | Path, *others: str | Path, **options: Any) -> SampleResult:
+def sample(target: str | PathLike[str], *others: str | PathLike[str], **options: Any) -> SampleResult:
     """Sample clips of runs, checkpoints, LoRA files or models side by side; existing clips are not sampled again.
 
+        samples = sample("runs/mystyle", "base", prompts=["a boat on a lake", "a castle"], seed=7)
+        print(samples.clips, samples.sheet)
+
     Args:
-        target: a run directory, a checkpoint, a LoRA in safetensors, or a model.
+        target: a run directory or result, a checkpoint, a LoRA in safetensors, or a model.
         others: further ones, each in a column.
         options: those of `finetrainers sample`: `prompts` (text, a file or a list), `num`, `size`, `output_dir`, ...,
             and options of the model; default: those of the run's validation.
@@ -88,7 +92,7 @@ def sample(target: str | Path, *others: str | Path, **options: Any) -> SampleRes
     if problems:
         raise ConfigError(problems, of="these samples")
     flags = RawOptions(model, {name: f"--{name}" for name in model})
-    plan = plan_samples([str(target), *map(str, others)], section, flags)
+    plan = plan_samples([fspath(path) for path in (target, *others)], section, flags)
     with environment_restored(), restored(), quiet_libraries():
         return draw(plan)
 

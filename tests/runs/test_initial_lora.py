@@ -154,7 +154,8 @@ def test_the_loss_is_that_against_the_merged_network(
         merged: Any = spec.load_transformer(torch.float32)
         merged.load_lora_adapter(str(tmp_path / "given"), weight_name=LORA, prefix="transformer")
         merged.fuse_lora()
-        noised, target, _ = sft._noise_and_targets(batch.clips, "train", None)
+        noised = sft.noise_batch(batch.clips)
+        target = noised.target
         inputs = noised.x_t, noised.frame_t, batch.clips.conditions, noised.meta
         with torch.no_grad():
             known = (spec.predict(merged, *inputs).double() - target).square().flatten(1).mean(1)

@@ -32,7 +32,7 @@ def test_functions_do_what_the_commands_do(
     assert (result.step, result.stopped_by, result.weights) == (1, None, trained.weights)
 
     torch.set_default_dtype(torch.float64)
-    samples = sample(trained.run_dir, prompts=["a ball", "a cube"], num_inference_steps=2, size="9x64x64")
+    samples = sample(trained, prompts=["a ball", "a cube"], num_inference_steps=2, size="9x64x64")
     assert torch.get_default_dtype() == torch.float64
     torch.set_default_dtype(torch.float32)
     assert len(samples.clips) == samples.new == 2
@@ -46,9 +46,9 @@ def test_functions_do_what_the_commands_do(
         export(trained.run_dir, ["peft"])
     with refused_options(("formats", "unknown")):
         export(trained.run_dir, ["onnx"])
-    assert export(trained.run_dir, ["peft"], overwrite=True) == [written]
+    assert export(trained, "peft", overwrite=True) == [written]
 
-    assert report(trained.run_dir) == trained.run_dir / "report.html"
+    assert report(trained) == trained.run_dir / "report.html"
     assert report(trained.run_dir, trained.run_dir.parent / "run", output=tmp_path / "both.html").is_file()
     with refused_options(("RUN", "not_found")):
         report(tmp_path / "nothing")

@@ -92,7 +92,7 @@ def test_all_windows_of_a_clip_in_one_step(
     assert [len(batch) for batch in batches] == [2, 2, 2, 2]
     for batch in batches:
         method.loss(scale, batch)[0].backward()
-    windows = [method._add_noise(batch, purpose="train", quantile=None) for batch in batches]
+    windows = [method.noise_batch(batch) for batch in batches]
     x_t = torch.cat([one.x_t for one in windows]).double()
     target = torch.cat([method.process.target(one.x0, one.eps, one.t) for one in windows]).double()
     counts = torch.cat([torch.ones_like(one.x_t) * (1 if one.trained is None else one.trained[:, None, :, None, None])

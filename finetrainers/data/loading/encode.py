@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from finetrainers.config.sections import DataSection
-from finetrainers.models.spec import MOMENTS, Batch, PromptEmbeds, VideoMeta
+from finetrainers.models.spec import MOMENTS, Batch, ModelComponents, ModelSpec, PromptEmbeds, VideoMeta
 from finetrainers.utils.device import to_device
+from finetrainers.utils.phases import ENCODING_CLIPS, ENCODING_TEXT, phase
 from finetrainers.utils.seeding import generator
 
 from ..buckets.windows import cut_latents, is_inner_window
@@ -30,6 +31,30 @@ EncodeClip = Callable[[Tensor, Sequence[torch.Generator]], Mapping[str, Tensor]]
 
 #: Prefixes of text conditioning in a cached batch: for the caption, the empty prompt, and the prior prompt.
 TEXT, EMPTY, PRIOR = "text.", "empty.", "prior."
+
+
+def text_encoder(spec: ModelSpec, encoders: ModelComponents) -> EncodeText:
+    """Return the function that encodes captions, with images where the text encoders see them."""
+
+    @phase(ENCODING_TEXT)
+    def encode(captions: Sequence[str], images: Sequence[Tensor] | None = None) -> PromptEmbeds:
+        if images is None:
+            return spec.encode_text(encoders, captions)
+        return spec.encode_with_images(encoders, captions, images)
+
+    return encode
+
+
+def clip_encoder(spec: ModelSpec, encoders: ModelComponents, data: DataSection) -> EncodeClip:
+    """Return the function that encodes clips; `data` decides whether a given first frame gets noise."""
+
+    @phase(ENCODING_CLIPS)
+    def encode(video: Tensor, generators: Sequence[torch.Generator]) -> Mapping[str, Tensor]:
+        clip, *media = video.split(3, dim=1)
+        media_by_name = dict(zip(sorted(spec.facts.media), media, strict=True))
+        return spec.encode_clip(encoders, clip, generators if data.first_frame_noise else None, media_by_name)
+
+    return encode
 
 
 def draw_caption_dropout(sample_keys: Sequence[tuple[int, int]], *, probability: float, seed: int) -> list[bool]:

@@ -41,7 +41,7 @@ from .workers import Workers
 logger = logging.getLogger(__name__)
 
 #: Number of captions that are encoded at a time.
-_TEXT_BATCH_SIZE = 8
+TEXT_BATCH_SIZE = 8
 #: The name of the tensor in an entry of a mask.
 _MASK = "mask"
 
@@ -85,7 +85,7 @@ def precompute_text(
 ) -> Encoded:
     """Encode the distinct captions and the empty prompt, a share on each rank, and return the counts of all ranks."""
     inputs = [(caption, None) for caption in sorted({"", *captions})]
-    return _encode_texts(inputs, encode_text, keys, parallel, noun=noun, batch_size=_TEXT_BATCH_SIZE)
+    return _encode_texts(inputs, encode_text, keys, parallel, noun=noun, batch_size=TEXT_BATCH_SIZE)
 
 
 def precompute_with_images(

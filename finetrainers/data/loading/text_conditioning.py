@@ -7,18 +7,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
 from finetrainers.config.root import TrainConfig
-from finetrainers.models.spec import ModelComponents, ModelSpec, PromptEmbeds
+from finetrainers.models.spec import ModelComponents, ModelSpec
 from finetrainers.parallel.ranks import DistributedContext
-from finetrainers.utils.phases import ENCODING_TEXT, phase
 
 from ..buckets.clip import TextImageSource
 from ..cache.encoder_index import recall_files, remember_files, remember_model
 from ..cache.keys import CacheKeys, EncoderEntry
 from ..cache.model_fingerprint import model_fingerprint
-from .encode import EncodeText
+from .encode import EncodeText, text_encoder
 from .precompute import Encoded, precompute_text, precompute_with_images
 
 
@@ -111,13 +108,7 @@ class TextCache:
 
     def encode_on_demand(self, encoders: ModelComponents) -> TextConditioning:
         """Return conditioning by encoders that stay loaded; nothing is encoded beforehand."""
-
-        def encode(captions: Sequence[str], images: Sequence[Tensor] | None = None) -> PromptEmbeds:
-            if images is None:
-                return self.spec.encode_text(encoders, captions)
-            return self.spec.encode_with_images(encoders, captions, images)
-
-        return TextConditioning(self._keys, phase(ENCODING_TEXT)(encode), Encoded())
+        return TextConditioning(self._keys, text_encoder(self.spec, encoders), Encoded())
 
 
 def cache_directory(config: TrainConfig) -> Path:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from finetrainers.config.checks.frames import frame_problems, length_problems
 from finetrainers.config.errors import ConfigError, Problem
@@ -19,7 +18,6 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import Batch, ModelComponents, ModelSpec, tiled_for_memory
 from finetrainers.parallel.ranks import DistributedContext
 from finetrainers.utils.alive import begin_work
-from finetrainers.utils.phases import ENCODING_CLIPS, phase
 
 from ..buckets.buckets import Bucket, bucket_text
 from ..buckets.clip import Clip, all_cuts
@@ -28,8 +26,8 @@ from ..cache.keys import CacheKeys, EncoderEntry
 from ..cache.model_fingerprint import model_fingerprint
 from ..inspect.plan import DatasetPlan
 from .bad_samples import BadSample, BadSampleTracker, ReplacementClips
-from .batch_sampler import MicroBatch, fixed_batches, sampler_for
-from .encode import Encoder
+from .batch_sampler import BatchSampler, MicroBatch, fixed_batches, sampler_for
+from .encode import Encoder, clip_encoder
 from .loader import DecodeFetch, RawBatch, StepSampler, iterate_steps
 from .position import DataPosition
 from .precompute import CacheFetch, Encoded, precompute_masks, precompute_video
@@ -68,10 +66,7 @@ class TrainingData:
         self.config = config
         self.spec = spec
         self.parallel = parallel
-        self.sampler = sampler_for(
-            plan.clips, data_position, keep=dict(config.data.bucket_keep_prob),
-            by_item=config.data.sliding_window_batching == "clip",
-        )  # fmt: skip
+        self.sampler = _make_sampler(plan, config, data_position)
         self._bad_samples = BadSampleTracker(
             parallel=parallel, share=config.data.max_bad_share, num_files=len({clip.path for clip in plan.clips})
         )
@@ -87,7 +82,7 @@ class TrainingData:
             self.vae: nn.Module | None = None
             strict = CacheFetch(self._encode_clips(texts.keys, clip_encoders), prior=plan.prior)
         else:
-            self.vae, encode_clip = clip_encoders["vae"], partial(self._encode_clip, clip_encoders)
+            self.vae, encode_clip = clip_encoders["vae"], clip_encoder(spec, clip_encoders, config.data)
             strict = DecodeFetch(seed)
         self._encoder = Encoder(
             texts.encode, encode_clip, data=config.data, seed=seed, device=parallel.device, prior=plan.prior,
@@ -99,15 +94,6 @@ class TrainingData:
         self._fetch_strictly = plan.fetch_with(strict)
         self._fetch = plan.fetch_with(replace(strict, substitutes=self._substitutes))
 
-    @phase(ENCODING_CLIPS)
-    def _encode_clip(
-        self, clip_encoders: ModelComponents, video: Tensor, generators: Sequence[torch.Generator]
-    ) -> Mapping[str, Tensor]:
-        clip, *media = video.split(3, dim=1)
-        media_by_name = dict(zip(sorted(self.spec.facts.media), media, strict=True))
-        noise = generators if self.config.data.first_frame_noise else None
-        return self.spec.encode_clip(clip_encoders, clip, noise, media_by_name)
-
     def _encode_clips(self, keys: CacheKeys, clip_encoders: ModelComponents) -> CacheKeys:
         """Encode every clip that the cache does not have, on all ranks, and return the keys of entries."""
         # Tiling changes latents a little at the seams.
@@ -117,7 +103,12 @@ class TrainingData:
         clips, loading = self.plan.encoded_clips(), self.config.dataloader
         optional = {clip.index for clip in self.plan.clips} if self.config.data.max_bad_share else ()
         encoded = precompute_video(
-            clips, partial(self._encode_clip, clip_encoders), keys, self.parallel, loading=loading, optional=optional
+            clips,
+            clip_encoder(self.spec, clip_encoders, self.config.data),
+            keys,
+            self.parallel,
+            loading=loading,
+            optional=optional,
         )
         self.precomputed["clips"] = encoded
         threads = max(1, loading.dataloader_num_workers)
@@ -264,6 +255,24 @@ class TrainingData:
         with self.parallel.raise_on_all_ranks(action):
             batches = [self._encoder(fetch(micro_batch), dropout=False) for micro_batch in micro_batches]
         return batches
+
+
+def decoded_steps(
+    plan: DatasetPlan, config: TrainConfig, data_position: DataPosition, parallel: DistributedContext, start: int
+) -> tuple[Iterator[list[RawBatch]], BatchSampler]:
+    """Return the micro-batches of `TrainingData.steps` before they are encoded, without end, and their sampler."""
+    sampler, loading = _make_sampler(plan, config, data_position), config.dataloader
+    substitutes = ReplacementClips(all_cuts(plan.clips)) if config.data.max_bad_share else None
+    steps = StepSampler(sampler, start, parallel.data_rank, parallel.data_size)
+    fetch = plan.fetch_with(DecodeFetch(config.training.seed, substitutes))
+    workers, timeout = loading.dataloader_num_workers, loading.dataloader_timeout
+    return iterate_steps(steps, fetch, num_workers=workers, timeout_s=timeout), sampler
+
+
+def _make_sampler(plan: DatasetPlan, config: TrainConfig, data_position: DataPosition) -> BatchSampler:
+    data = config.data
+    by_item = data.sliding_window_batching == "clip"
+    return sampler_for(plan.clips, data_position, keep=dict(data.bucket_keep_prob), by_item=by_item)
 
 
 def longest_captions(clips: Sequence[Clip]) -> dict[Bucket, list[Clip]]:

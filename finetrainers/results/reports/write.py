@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
 
 from finetrainers.config.errors import ConfigError, Problem
@@ -14,11 +15,15 @@ from .media import VideoLimits
 from .page import MOST_VIDEOS, make_report
 
 
-def report(run: str | Path, *others: str | Path, output: str | Path | None = None, videos: int = MOST_VIDEOS) -> Path:
+def report(
+    run: str | PathLike[str], *others: str | PathLike[str], output: str | Path | None = None, videos: int = MOST_VIDEOS
+) -> Path:
     """Write an HTML report of one or several runs, which are compared; return its path.
 
+        report("runs/first", "runs/second", output="compared.html")
+
     Args:
-        run: run directory, even of a run that trains or has crashed.
+        run: run directory or result, even of a run that trains or has crashed.
         others: directories of further runs.
         output: file or existing directory; default: report.html in the run directory, or here for several runs.
         videos: maximum number of videos.

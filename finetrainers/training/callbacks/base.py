@@ -15,6 +15,13 @@ Record = dict[str, float]
 class Callback:
     """Hooks of a run; override those you need. Every rank runs every hook.
 
+        class StopWhenGood(Callback):
+            def on_log(self, state, record):
+                if record.get("loss", 1.0) < 0.05:
+                    state.requests.finish = "a loss below 0.05"
+
+        train(config, callbacks=[StopWhenGood()])
+
     Numbers that `on_start`, `on_step` or `on_samples` returns are logged as one record; every rank must return the same
     names.
 

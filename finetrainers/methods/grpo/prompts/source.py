@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from zipfile import is_zipfile
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.buckets.clip import ConditioningImage
@@ -183,14 +183,8 @@ class PromptSource:
         return replace(row, extra=extra, start=start)
 
     def decode(self, latents: Tensor, vae_stats: VAEStats) -> Tensor:
-        """Return clips `[B, T, C, H, W]` in [0, 1] on the CPU, decoded from normalized latents.
-
-        Where the VAE takes clips one by one, pixels, which are large, are also moved one by one.
-        """
-        one_by_one, _ = self.spec.vae_mode(self.plan.size, batch=len(latents))
-        parts = latents.split(1 if one_by_one else len(latents))
-        decoded = (self.spec.decode(self.vae, part, vae_stats).transpose(1, 2).float().cpu() for part in parts)
-        return torch.cat(list(decoded))
+        """Return clips `[B, T, C, H, W]` in [0, 1] on the CPU, decoded from normalized latents."""
+        return decode_clips(self.spec, self.vae, latents, vae_stats, self.plan.size)
 
     def decode_gradient(
         self, latents: Tensor, vae_stats: VAEStats, score: Callable[[Tensor], tuple[Tensor, T]], *, checkpointing: bool
@@ -248,6 +242,18 @@ class PromptSource:
                 f"the prompt embeddings of {name} have disappeared from {self._cache.directory}; start the run again"
             )
         return entry
+
+
+def decode_clips(
+    spec: ModelSpec, vae: nn.Module, latents: Tensor, vae_stats: VAEStats, size: tuple[int, int, int]
+) -> Tensor:
+    """Return clips `[B, T, C, H, W]` in [0, 1] on the CPU, decoded from normalized latents of a size in pixels.
+
+    Where the VAE takes clips one by one, pixels, which are large, are also moved one by one.
+    """
+    one_by_one, _ = spec.vae_mode(size, batch=len(latents))
+    parts = latents.split(1 if one_by_one else len(latents))
+    return torch.cat([spec.decode(vae, part, vae_stats).transpose(1, 2).float().cpu() for part in parts])
 
 
 def _load_tensor(path: Path, where: str, *, mapped: bool) -> Tensor:

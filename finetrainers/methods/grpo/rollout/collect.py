@@ -28,7 +28,7 @@ from ..prompts.prompts import RolloutSample
 from ..prompts.source import PromptSource
 from .batches import SharedInputs
 from .clip_counts import shared_rows, shares_starts
-from .sampler import Replay, Sampler, SharedStart, SharedStarts
+from .sampler import Replay, Sampler, SharedStarts
 from .scoring import Scoring
 
 
@@ -77,7 +77,7 @@ class RolloutCollector:
         self.reward_fps = section.reward_fps or parts.geometry.fps
         self.parallel = parts.parallel
         self.source = parts.source
-        self.sampler = Sampler(parts)
+        self.sampler = Sampler(parts, start_frames=parts.source.start_frames)
         self.panel = parts.parallel.one_at_a_time(
             "loading the rewards",
             lambda: RewardSet(
@@ -208,25 +208,13 @@ class RolloutCollector:
 
     def _shared_starts(self, transformer: nn.Module, rollout: int, spent: dict[str, float]) -> dict[int, SharedStarts]:
         """Return the shared starts of each batch of this rank's clips, by the batch's first clip."""
-        own, together, tables = self.jobs(rollout), self._jobs_together(rollout), self.sampler.tables
-        firsts = [[tables.first_stochastic(rollout, job.slot) for job in jobs] for jobs in together]
-        jobs = list({job.slot: job for job in own}.values())
-        calls = -(-prompts_per_process(self.section, self.parallel.data_size) // self.shared_rows)
-        jobs += jobs[:1] * (calls * self.shared_rows - len(jobs))  # every rank makes equally many calls of equal size
-        starts: dict[int, SharedStart] = {}
-        for first in range(0, len(jobs), self.shared_rows):
-            chunk = jobs[first : first + self.shared_rows]
-            with timed(spent, "rollout", self.parallel.device):
-                conditions = self.source.conditions([job.prompt for job in chunk])
-                sampled = self.sampler.shared_starts(transformer, chunk, conditions, last=max(map(max, firsts)))
-            starts |= {job.slot: start for job, start in zip(chunk, sampled, strict=True)}
-        return {
-            first: SharedStarts(
-                [starts[job.slot] for job in own[first : first + self.batch_size]],
-                begin=min(min(steps[first : first + self.batch_size]) for steps in firsts),
-            )
-            for first in range(0, len(own), self.batch_size)
-        }
+        with timed(spent, "rollout", self.parallel.device):
+            return self.sampler.start_batches(
+                transformer, self.jobs(rollout), self._jobs_together(rollout),
+                lambda jobs: self.source.conditions([job.prompt for job in jobs]),
+                batch_size=self.batch_size, rows=self.shared_rows,
+                calls=-(-prompts_per_process(self.section, self.parallel.data_size) // self.shared_rows),
+            )  # fmt: skip
 
     def _jobs_together(self, rollout: int) -> list[list[RolloutSample]]:
         """Return the clips of each process that calls the network together with this one, its own included."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from finetrainers.utils.alive import send_heartbeat
 from finetrainers.utils.device import to_device
 
 from ..prompts.prompts import RolloutSample
-from ..prompts.source import PromptSource
 from .tables import StepTables, rollout_times
 
 
@@ -79,7 +78,11 @@ class Sampler:
         storage, keep_on, keeps_means: dtype and device in which transitions are stored, and whether with their means.
     """
 
-    def __init__(self, parts: MethodParts[PromptSource]) -> None:
+    def __init__(self, parts: MethodParts[Any], *, start_frames: int = 0) -> None:
+        """Args:
+        parts: of the run.
+        start_frames: latent frames that a conditioning image provides.
+        """
         section, geometry, size = parts.config.grpo, parts.geometry, parts.config.grpo.rollout_size
         assert size is not None, "checked before anything is loaded"
         network: Any = parts.network
@@ -87,7 +90,7 @@ class Sampler:
         self.times = rollout_times(section, parts.spec, parts.scheduler, num_tokens=geometry.num_tokens(*size))
         self.tables = StepTables(parts.config, parts.process, self.times, parts.spec.facts)
         frames, height, width = geometry.denoised_shape(*size)
-        self.shape = (parts.spec.latent_channels(network), frames - parts.source.start_frames, height, width)
+        self.shape = (parts.spec.latent_channels(network), frames - start_frames, height, width)
         self.device = parts.parallel.device
         self.storage = DTYPES[section.trajectory_dtype]
         self.keep_on = torch.device("cpu") if section.offload_trajectory else self.device
@@ -174,6 +177,37 @@ class Sampler:
             starts |= {row: SharedStart(step, x[row], mean[row]) for row, first in enumerate(firsts) if first == step}
             x = sample(mean, torch.zeros_like(x), now.std, storage=self.storage)
         return [starts[row] for row in range(len(jobs))]
+
+    def start_batches(
+        self, transformer: nn.Module, jobs: Sequence[RolloutSample], together: Sequence[Sequence[RolloutSample]],
+        conditions: Callable[[Sequence[RolloutSample]], PromptEmbeds], *, batch_size: int, rows: int, calls: int,
+    ) -> dict[int, SharedStarts]:  # fmt: skip
+        """Return the shared starts of each batch of this process's clips, by the batch's first clip.
+
+        Args:
+            transformer: the (wrapped) network.
+            jobs: the clips.
+            together: the clips of each process that calls the network together with this one, its own included.
+            conditions: returns the conditioning of clips; see `predict`.
+            batch_size: clips of a batch.
+            rows, calls: clips of each call of the network, and number of calls, equal on every process.
+        """
+        rollout = jobs[0].rollout
+        firsts = [[self.tables.first_stochastic(rollout, job.slot) for job in clips] for clips in together]
+        prompts = list({job.slot: job for job in jobs}.values())
+        prompts += prompts[:1] * (calls * rows - len(prompts))
+        starts: dict[int, SharedStart] = {}
+        for first in range(0, len(prompts), rows):
+            chunk = prompts[first : first + rows]
+            sampled = self.shared_starts(transformer, chunk, conditions(chunk), last=max(map(max, firsts)))
+            starts |= {job.slot: start for job, start in zip(chunk, sampled, strict=True)}
+        return {
+            first: SharedStarts(
+                [starts[job.slot] for job in jobs[first : first + batch_size]],
+                begin=min(min(steps[first : first + batch_size]) for steps in firsts),
+            )
+            for first in range(0, len(jobs), batch_size)
+        }
 
     def rollout(
         self,
