@@ -40,6 +40,7 @@ from .callbacks.base import Callback
 from .callbacks.evaluation import MethodEvaluation
 from .callbacks.hacking import HackingWatch
 from .callbacks.metrics import MetricsFile, RewardFiles
+from .callbacks.notebook import NotebookView, in_notebook
 from .callbacks.profile import StepProfile
 from .callbacks.progress import ProgressLine
 from .callbacks.scores import SampleScores
@@ -178,7 +179,9 @@ def _make_callbacks(
     callbacks: list[Callback] = [] if config.run.profile_steps is None else [StepProfile(config.run.profile_steps)]
     trackers = [Tracker(config.run, kind) for kind in config.run.report_to] if state.parallel.is_main else []
     if state.parallel.is_main:
-        callbacks += [MetricsFile(), ProgressLine(headline=headline)]
+        notebook = in_notebook(state.parallel)
+        callbacks += [MetricsFile(), ProgressLine(headline=headline, notebook=notebook)]
+        callbacks += [NotebookView()] if notebook else []
         if config.run.train_log:
             callbacks.append(
                 ProgressLine(
