@@ -14,6 +14,7 @@ from torch import nn
 
 from finetrainers.config.frame_conditioning import select_conditioning_modes
 from finetrainers.config.root import TrainConfig
+from finetrainers.draw.notebook import in_notebook
 from finetrainers.memory.recorder import MemoryRecorder
 from finetrainers.methods.base import MethodParts
 from finetrainers.methods.registry import load_method, method_spec
@@ -40,7 +41,6 @@ from .callbacks.base import Callback
 from .callbacks.evaluation import MethodEvaluation
 from .callbacks.hacking import HackingWatch
 from .callbacks.metrics import MetricsFile, RewardFiles
-from .callbacks.notebook import NotebookView, in_notebook
 from .callbacks.profile import StepProfile
 from .callbacks.progress import ProgressLine
 from .callbacks.scores import SampleScores
@@ -179,9 +179,7 @@ def _make_callbacks(
     callbacks: list[Callback] = [] if config.run.profile_steps is None else [StepProfile(config.run.profile_steps)]
     trackers = [Tracker(config.run, kind) for kind in config.run.report_to] if state.parallel.is_main else []
     if state.parallel.is_main:
-        notebook = in_notebook(state.parallel)
-        callbacks += [MetricsFile(), ProgressLine(headline=headline, notebook=notebook)]
-        callbacks += [NotebookView()] if notebook else []
+        callbacks += [MetricsFile(), ProgressLine(headline=headline, notebook=in_notebook())]
         if config.run.train_log:
             callbacks.append(
                 ProgressLine(

@@ -21,11 +21,11 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from finetrainers.draw.notebook import Bundle, LiveOutput, progress_bundle
 from finetrainers.utils.progress import is_silent, polling
 from finetrainers.utils.text import duration
 
 from .base import Callback, Record
-from .notebook import Bundle, LiveOutput, progress_bundle
 
 if TYPE_CHECKING:
     from ..state import TrainState

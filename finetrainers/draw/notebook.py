@@ -1,4 +1,4 @@
-"""What a run displays below the cell of a notebook: its progress, the first curves, and the newest samples.
+"""Outputs of a run below the cell of a notebook: its progress, the first curves, and samples.
 
 IPython is not required: a kernel has imported it.
 """
@@ -10,19 +10,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup, escape
 
-from finetrainers.draw.curves import Records, is_number, matching, panels_of, points, read_metrics
-from finetrainers.draw.svg_chart import COLORS, Chart, Series, chart_svg
-from finetrainers.parallel.strategy import Strategy
-from finetrainers.utils.progress import is_silent, polling
+from finetrainers.utils.launch import launched_processes
+from finetrainers.utils.progress import polling
+from finetrainers.utils.reading import read_bytes
 
-from .base import Callback, Record
-
-if TYPE_CHECKING:
-    from ..state import Sample, TrainState
+from .curves import Records, is_number, matching, panels_of, points
+from .svg_chart import COLORS, Chart, Series, chart_svg
 
 #: Content of an output by MIME type; a reader shows the richest type that it can.
 Bundle = dict[str, str]
@@ -51,11 +49,11 @@ _STYLE = """<style>
 </style>"""
 
 
-def in_notebook(parallel: Strategy) -> bool:
+def in_notebook() -> bool:
     """Return whether this process alone trains, in the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
-    return parallel.world_size == 1 and getattr(shell, "kernel", None) is not None
+    return launched_processes() == 1 and getattr(shell, "kernel", None) is not None
 
 
 class Output:
@@ -105,47 +103,6 @@ def progress_bundle(step: int, total: int, text: str) -> Bundle:
     return {"text/plain": text, "text/html": f'{bar} <code style="white-space: pre-wrap">{escape(text)}</code>'}
 
 
-class NotebookView(Callback):
-    """Outputs with the most important curves of the run, and with the samples of the latest step."""
-
-    def on_start(self, state: TrainState) -> None:
-        self._curves: Output | None = None
-        self._media: Output | None = None
-        self._sampled: tuple[int, list[Sample]] = (-1, [])  # step and its samples
-        self._started = self._drawn = time.monotonic()
-        self.on_back(state)
-
-    def on_back(self, state: TrainState) -> None:
-        metrics = state.run_dir.metrics_file
-        self._records = read_metrics(metrics) if metrics.is_file() else []
-
-    def on_log(self, state: TrainState, record: Record) -> None:
-        self._records.append(dict(record))
-        if is_silent(self._drawn, self._started):
-            self._draw()
-
-    def on_samples(self, state: TrainState, samples: Sequence[Sample]) -> None:
-        earlier = self._sampled[1] if self._sampled[0] == state.step else []
-        self._sampled = state.step, [*earlier, *samples]
-        self._media = _shown(self._media, samples_bundle(*self._sampled)) if samples else self._media
-
-    def on_stop(self, state: TrainState) -> None:
-        self._draw()
-
-    def _draw(self) -> None:
-        self._drawn = time.monotonic()
-        if (content := curves_bundle(self._records)) is not None:
-            self._curves = _shown(self._curves, content)
-
-
-def _shown(output: Output | None, content: Bundle) -> Output:
-    """Return the output with this content, or a new one."""
-    if output is None:
-        return Output(content)
-    output.show(content)
-    return output
-
-
 def curves_bundle(records: Records) -> Bundle | None:
     """Return the most important curves of these records, or None if there are none yet."""
     names = dict.fromkeys(name for record in records for name, value in record.items() if is_number(value))
@@ -172,16 +129,16 @@ def _caption(chart: Chart) -> Markup:
     return Markup("%s %s") % (chart.title, legend)
 
 
-def samples_bundle(step: int, samples: Sequence[Sample]) -> Bundle:
-    """Return the samples of a step, each with its prompt, as videos; large ones as pictures, or as paths."""
-    paths = [sample.path for sample in samples]
+def samples_bundle(step: int, samples: Sequence[tuple[str, Path]]) -> Bundle:
+    """Return the samples of a step, each a prompt and a file, as videos; large ones as images, or as paths."""
+    paths = [path for _, path in samples]
     media = [Markup("<code>%s</code>") % path for path in paths]
     for suffix, element in _ELEMENTS.items():
         files = [path.with_suffix(suffix) for path in paths]
         if all(file.is_file() for file in files) and sum(file.stat().st_size for file in files) <= _MOST_BYTES:
-            media = [Markup(element) % base64.b64encode(file.read_bytes()).decode() for file in files]
+            media = [Markup(element) % base64.b64encode(read_bytes(file, limit=_MOST_BYTES)).decode() for file in files]
             break
-    captions = [Markup("step %s: %s") % (step, sample.prompt) for sample in samples]
+    captions = [Markup("step %s: %s") % (step, prompt) for prompt, _ in samples]
     figures = list(zip(media, captions, strict=True))
     return _page(figures, text=f"samples of step {step}:\n" + "\n".join(f"  {path}" for path in paths))
 
