@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetrainers.draw.curves import read_metrics
 from finetrainers.draw.notebook import Bundle, Output, curves_bundle, samples_bundle
@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 class NotebookView(Callback):
     """Outputs with the most important curves of the run, and with the samples of the latest step."""
 
-    def on_start(self, state: TrainState) -> None:
+    def __init__(self) -> None:  # samples of the start precede `on_start`
         self._curves: Output | None = None
         self._media: Output | None = None
         self._sampled: tuple[int, list[tuple[str, Path]]] = (-1, [])  # step; prompt and file of its samples
         self._started = self._drawn = time.monotonic()
+        self._records: list[dict[str, Any]] = []
+
+    def on_start(self, state: TrainState) -> None:
         self.on_back(state)
 
     def on_back(self, state: TrainState) -> None:
