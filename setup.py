@@ -21,6 +21,8 @@ TEST = [
     "decord==0.6.0; platform_machine == 'x86_64'",
     "datasets==5.2.0",
     *DEEPSPEED,
+    "nbclient==0.11.0",
+    "ipykernel==7.4.0",
     "ninja==1.13.2",
     "tensorboard==2.21.0",
     "pytest==9.2.0",

@@ -41,8 +41,13 @@ with contextlib.suppress(ImportError):  # the tests of `gpu` need none
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Import the libraries, which show no progress bars, except in the process that only divides tests among
-    workers."""
+    """Spell messages as in commands; import the libraries, which show no progress bars, except in the process that only
+    divides tests among workers."""
+    from finetrainers.utils.spelling import in_command
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(in_command())
+    config.add_cleanup(stack.close)
     if config.getoption("tx", None) and not hasattr(config, "workerinput"):
         return
     import diffusers

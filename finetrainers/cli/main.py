@@ -30,6 +30,7 @@ from finetrainers.utils.launch import launch_problems, launched_rank, print_erro
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 from finetrainers.utils.process_state import gc_paused, planning
 from finetrainers.utils.progress import working
+from finetrainers.utils.spelling import in_command
 from finetrainers.utils.versions import __version__, version_problem
 
 from .cache import add_cache
@@ -65,6 +66,7 @@ _SIGPIPE = 13  # which Windows does not have
 _DIAGNOSES = ("doctor",)
 
 
+@in_command()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the console command; return the exit code. Without `argv`, the process exits soon after it."""
     if argv is None:
@@ -135,6 +137,7 @@ def _output_is_closed() -> bool:
     return False
 
 
+@in_command()
 def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> int:
     """Train with these flags; return an exit code (`utils.exit_codes`). Unexpected errors are raised."""
     interrupted = (

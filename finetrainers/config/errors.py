@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetrainers.utils.failures import Kind, error_kind
+from finetrainers.utils.spelling import is_command, spelled
 from finetrainers.utils.text import nearest, quoted, shortened
+
+from .keywords import keyword_place
 
 #: Our messages for pydantic's kinds of errors whose own messages are written for programmers.
 _WORDS = {
@@ -41,7 +44,7 @@ class Problem:
     """One problem with a configuration.
 
     Attributes:
-        where: the flag, or `file:line`, that has to change.
+        where: the flag, the option's name, or `file:line`, that has to change.
         message: the problem, with the value, and how to fix it.
         kind: what is wrong, for programs; messages may change.
         about: flat names of the options that were probably meant; rules that depend on them are not checked.
@@ -55,7 +58,9 @@ class Problem:
     is_local: bool = False
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.message}" if self.where else self.message
+        """Return place and message, both with keywords instead of flags outside of commands."""
+        where = self.where if is_command() else keyword_place(self.where)
+        return f"{where}: {spelled(self.message)}" if where else spelled(self.message)
 
     @classmethod
     def from_error(cls, where: str, error: Exception) -> Problem:
@@ -90,13 +95,16 @@ class ConfigError(ValueError):
         self.rest = rest
         self.wrong = frozenset(wrong)
         self.of = of
+        self._hint = hint
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         texts = [str(problem) for problem in self.problems]
         if len(texts) == 1 and "\n" in texts[0]:  # one that is a list already
-            super().__init__(texts[0])
-            return
+            return texts[0]
         lines = "\n".join("  - " + text.replace("\n", "\n    ") for text in texts)
-        super().__init__(f"{count} with {of}:\n{lines}{f'{chr(10)}{hint}' if hint else ''}")
+        return f"{count} with {self.of}:\n{lines}{f'{chr(10)}{self._hint}' if self._hint else ''}"
 
 
 def _number(bound: Any) -> str:

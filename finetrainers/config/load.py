@@ -17,6 +17,7 @@ from pydantic import SecretStr, ValidationError
 from finetrainers.utils.logs import NOTES
 from finetrainers.utils.packaged import find_shared, recipes
 from finetrainers.utils.reading import TOMLDecodeError, parse_toml
+from finetrainers.utils.spelling import spelled
 from finetrainers.utils.text import nearest
 
 from .dialects.aliases import FOREIGN, translate
@@ -245,7 +246,7 @@ def build_config(sources: Sequence[RawOptions]) -> TrainConfig:
     fill_noise(merged)
     if os.environ.get("RANK", "0") == "0":
         for note in merged.notes:
-            NOTES.warning(note)
+            NOTES.warning(spelled(note))
     return _validated(merged)
 
 

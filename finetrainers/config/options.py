@@ -166,7 +166,8 @@ class Options(TypedDict, total=False):
     fit_gpu: bool
     prompts: str | PathLike[str] | None
     reward: Sequence[str | RewardEntry | Mapping[str, Any]]
-    grpo_preset: Literal["dancegrpo", "flow-grpo", "flow-grpo-fast", "mixgrpo", "nft", "awm", "flash"] | None
+    grpo_preset: Literal["few-steps", "nft-few-steps", "dancegrpo", "flow-grpo", "flow-grpo-fast", "mixgrpo", "nft",
+        "awm", "flash"] | None
     rollout_size: str | tuple[int, int, int] | None
     prompts_per_step: int
     num_generations: int
@@ -174,6 +175,7 @@ class Options(TypedDict, total=False):
     updates_per_rollout: int
     selective_rollouts: float
     sampling_steps: int
+    sampling_sigmas: Sequence[float]
     sampler: Literal["flow", "dance", "cps", "ddim", "ode"] | None
     eta: float | None
     shift: float | None

@@ -18,6 +18,7 @@ from finetrainers.utils.device import allocator_settings, likely_device_type
 from finetrainers.utils.launch import launched_rank, wrap_prose
 from finetrainers.utils.phases import PHASES, label
 from finetrainers.utils.reading import parse_json
+from finetrainers.utils.spelling import spelled
 from finetrainers.utils.text import file_size, plural, shortened, without_controls
 from finetrainers.utils.train_log import PrintedLines
 
@@ -198,7 +199,7 @@ def memory_table(peaks: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
 
 def print_line(content: str | Table) -> None:
     """Print a line or a table for the user, on rank 0 for all ranks."""
-    content = without_controls(content) if isinstance(content, str) else content
+    content = spelled(without_controls(content)) if isinstance(content, str) else content
     if launched_rank() == 0:
         # In a notebook rich displays what it prints, and ignores the file. FORCE_COLOR, set there, is not for the log
         # file.

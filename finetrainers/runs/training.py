@@ -14,6 +14,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.reading.sources.python_rows import StoredRows
+from finetrainers.draw.notebook import in_notebook
 from finetrainers.models.registry import get_family
 from finetrainers.plan.initial_weights import LORA_FILE
 from finetrainers.plan.parts import CustomParts
@@ -245,6 +246,10 @@ def train(  # noqa: PLR0913, what only Python can give
 
             if set_aside:
                 print_line(f"note: settings of this process that do not apply to the run: {', '.join(set_aside)}")
+            if in_notebook():
+                from .notebook import NotebookView
+
+                callbacks = [*callbacks, NotebookView()]
             handles = in_main_thread if handle_signals is None else handle_signals
             state = run(checked, handle_signals=handles, second_exits=False, callbacks=callbacks)
             if state is None:

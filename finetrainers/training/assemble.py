@@ -14,6 +14,7 @@ from torch import nn
 
 from finetrainers.config.frame_conditioning import select_conditioning_modes
 from finetrainers.config.root import TrainConfig
+from finetrainers.draw.notebook import in_notebook
 from finetrainers.memory.recorder import MemoryRecorder
 from finetrainers.methods.base import MethodParts
 from finetrainers.methods.registry import load_method, method_spec
@@ -178,7 +179,7 @@ def _make_callbacks(
     callbacks: list[Callback] = [] if config.run.profile_steps is None else [StepProfile(config.run.profile_steps)]
     trackers = [Tracker(config.run, kind) for kind in config.run.report_to] if state.parallel.is_main else []
     if state.parallel.is_main:
-        callbacks += [MetricsFile(), ProgressLine(headline=headline)]
+        callbacks += [MetricsFile(), ProgressLine(headline=headline, notebook=in_notebook())]
         if config.run.train_log:
             callbacks.append(
                 ProgressLine(

@@ -9,6 +9,8 @@ import os
 import re
 from typing import Literal, cast
 
+from .spelling import spelled
+
 #: Kinds of problems with an input: an option, a name, a file, a folder or a machine. Programs tell problems apart by
 #: them; messages may change. docs/reference/python.md has a table.
 Kind = Literal[
@@ -34,6 +36,9 @@ _LATE = ("Timed out waiting", "Connection timed out", "No route to host")
 class ExpectedError(Exception):
     """An error whose message names the cause and the remedy; a command prints it without its traceback."""
 
+    def __str__(self) -> str:
+        return spelled(super().__str__())
+
 
 class InputError(ValueError):
     """An input that cannot be used; a plain ValueError is one of the kind `invalid`."""
@@ -41,6 +46,9 @@ class InputError(ValueError):
     def __init__(self, message: str, kind: Kind = "invalid") -> None:  # the default is for pickle
         super().__init__(message)
         self.kind = kind
+
+    def __str__(self) -> str:
+        return spelled(super().__str__())
 
 
 class FileError(OSError, InputError):
@@ -53,7 +61,7 @@ class FileError(OSError, InputError):
         self.errno, self.strerror = (None, None) if cause is None else (cause.errno, cause.strerror)
 
     def __str__(self) -> str:
-        return str(self.args[0])
+        return spelled(str(self.args[0]))
 
 
 class MissingFileError(FileError, FileNotFoundError):

@@ -1,6 +1,7 @@
 """The progress line: the step and their number, the time left, and the headline numbers, as far as the width allows.
 
-On a terminal it is a live line, never more than one row. Elsewhere each record is a separate plain line.
+On a terminal it is a live line, never more than one row, and in a notebook a live output. Elsewhere each record is a
+separate plain line.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from finetrainers.draw.notebook import Bundle, LiveOutput, progress_bundle
 from finetrainers.utils.progress import is_silent, polling
 from finetrainers.utils.text import duration
 
@@ -51,14 +53,18 @@ class ProgressLine(Callback):
     _last_line: float
     _section = ""
 
-    def __init__(self, *, headline: Sequence[str] = ("loss",), console: Console | None = None) -> None:
+    def __init__(
+        self, *, headline: Sequence[str] = ("loss",), console: Console | None = None, notebook: bool = False
+    ) -> None:
         """Args:
         headline: see `Method.headline`.
         console: console to print to; default: standard output.
+        notebook: whether the live line is an output of a notebook.
         """
         self.headline = tuple(headline)
         self.console = console or Console(soft_wrap=True, highlight=False)
-        self._live: Live | None = None
+        self.notebook = notebook
+        self._live: Live | LiveOutput | None = None
         self._latest: Record = {}  # of the headline
         self._record: Record = {}  # the last one of training
         self._recent: deque[float] = deque(maxlen=_RECENT)
@@ -69,7 +75,10 @@ class ProgressLine(Callback):
         self._state = state
         self._has_ended = False
         self.clock = Clock()
-        if self.console.is_terminal:
+        if self.notebook:
+            self._live = LiveOutput(self._bundle)
+            self._live.start()
+        elif self.console.is_terminal:
             # Lines of the log go above it, unless they go elsewhere.
             to_terminal = sys.stderr.isatty()
             self._live = Live(self, console=self.console, refresh_per_second=4, redirect_stderr=to_terminal)
@@ -114,9 +123,9 @@ class ProgressLine(Callback):
             self._live = None
 
     def _print(self, fields: Iterable[str]) -> None:
-        """Print a line above the live one, wrapped where it is too long; without a live line, print one line."""
+        """Print a line above a terminal's live one, wrapped where it is too long; elsewhere, print one line."""
         self._last_line = time.monotonic()
-        if self._live is None:
+        if self._live is None or self.notebook:
             # As rich would, but it takes a good part of a millisecond, at every step of a small model.
             self.console.file.write(f"{_GAP.join(fields)}\n")
             self.console.file.flush()
@@ -127,6 +136,12 @@ class ProgressLine(Callback):
     def _step(self) -> str:
         total = str(self._state.total_steps)
         return f"{self._state.step:>{len(total)}}/{total}"
+
+    def _bundle(self) -> Bundle:
+        """Return the line as the output of a notebook."""
+        step, *others = (text for _, text in self._fields())
+        text = _GAP.join([f"step {step}", *others])
+        return progress_bundle(self._state.step, self._state.total_steps, text)
 
     # ---- the line ----------------------------------------------------------------------------------------------
 

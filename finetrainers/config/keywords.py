@@ -1,0 +1,101 @@
+"""Options in messages as keywords of Python: `--rank 8` becomes `rank=8`, and `--no-use_ema` `use_ema=False`."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BeforeValidator
+
+from finetrainers.utils.spelling import spell_keywords_by
+
+if TYPE_CHECKING:
+    from .option import Option
+
+#: A command, whose flags stay, or a flag.
+_TEXT = re.compile(
+    r"(?P<command>`(?!--)[^`\n]*`|\b(?:finetrainers|accelerate|torchrun|hf|python3?) [^`;)\n]*)"
+    r"|(?<![\w/.=-])--(?P<no>no-)?(?P<name>[a-z]\w*(?:\.[a-z]\w*)?)"
+)
+_VALUE = re.compile(r"[ =]('[^'\n]*'|[^\s;()`]*(?:[^\s;()`,.:]|\.\.\.))")
+_NUMBER = re.compile(r"-?(\d+(\.\d+)?|\.\d+)(e[+-]?\d+)?")
+#: Values of text options: placeholders (`FILE.toml`, `49xHxW`), paths, and names that are not words.
+_NAME = re.compile(r"'.*'|[A-Z][A-Zx_]*(\.\w+)?|(?!-).*[\d/=_].*")
+#: Words that are values of text options.
+_WORDS = {"resume_from_checkpoint": ("latest", "auto")}
+#: Argument of `load_config` that a flag stands for.
+_ARGUMENTS = {"--config": "source"}
+
+
+def keywords(text: str) -> str:
+    """Return a text with keywords instead of flags of a run's options; other flags, and commands, stay."""
+    parts: list[str] = []
+    start = 0
+    for match in _TEXT.finditer(text):
+        if match["command"] is None and match.start() >= start and (option := _option(match["name"])) is not None:
+            keyword, end = _keyword(option, text, match)
+            parts += [text[start : match.start()], keyword]
+            start = end
+    return "".join([*parts, text[start:]])
+
+
+def keyword_place(where: str) -> str:
+    """Return the place of a problem with the names of options instead of their flags."""
+    if where in _ARGUMENTS:
+        return _ARGUMENTS[where]
+    return _TEXT.sub(lambda m: m["name"] if m["name"] and _option(m["name"]) is not None else m[0], where)
+
+
+def _option(name: str) -> Option | None:
+    from .root import fields, former_names
+
+    return fields().get(former_names().get(name, name))
+
+
+def _keyword(option: Option, text: str, flag: re.Match[str]) -> tuple[str, int]:
+    """Return the keyword for a flag in a text, with its values as far as they are certain, and where they end."""
+    leaves, end = _leaves(option.field.annotation), flag.end()
+    values: list[str] = []
+    is_list = list in leaves or tuple in leaves
+    if bool in leaves:
+        value = str(not flag["no"])
+    else:
+        while (match := _VALUE.match(text, end)) is not None and (is_list or not values):
+            if (literal := _literal(option.name, match[1], leaves)) is None:
+                break
+            values.append(literal)
+            end = match.end()
+        value = f"[{', '.join(values)}]" if is_list and values else "".join(values)
+    table, dot, key = option.name.partition(".")
+    return (f'{table}={{"{key}": {value or "..."}}}' if dot else f"{option.name}={value}"), end
+
+
+def _literal(name: str, word: str, leaves: set[Any]) -> str | None:
+    """Return a value in Python, or None for a word that may belong to the sentence."""
+    from .methods import METHODS
+
+    is_number = bool(leaves & {int, float})
+    if _NUMBER.fullmatch(word):
+        return word if is_number else json.dumps(word)
+    words = _WORDS.get(name, ()) if name != "method" else tuple(METHODS.all())
+    if word in leaves or word in words:
+        return json.dumps(word)
+    if is_number:
+        return word if re.fullmatch(r"[A-Z]", word) else None
+    has_choices = any(isinstance(leaf, str) for leaf in leaves)
+    return json.dumps(word.strip("'"), ensure_ascii=False) if _NAME.fullmatch(word) and not has_choices else None
+
+
+def _leaves(annotation: Any) -> set[Any]:
+    """Return the types in an annotation, `str` for those that are read from text, and the values of its literals."""
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return set(arguments)
+    if get_origin(annotation) is Annotated:
+        return {str} if any(isinstance(m, BeforeValidator) for m in arguments[1:]) else _leaves(arguments[0])
+    leaves = {get_origin(annotation)} & {list, tuple}
+    return leaves.union(*map(_leaves, arguments)) if arguments else {annotation}
+
+
+spell_keywords_by(keywords)
