@@ -275,7 +275,7 @@ class Model:
         """Sample n clips of each prompt, with log-probabilities, as reward finetuning samples them.
 
         Args:
-            prompts: prompts, all of which count as one rollout.
+            prompts: prompts of one rollout.
             n: clips of each prompt; default: `num_generations`.
             number: number of the rollout, from 0, which decides its noise and its trained steps.
 

@@ -14,6 +14,7 @@ from finetrainers.data.loading.position import DataPosition
 from finetrainers.methods.registry import is_method, method_spec
 from finetrainers.plan.preflight import ResolvedRun, attribute_to_option
 from finetrainers.plan.ready import check_network, preflight_by_model
+from finetrainers.plan.rows import store_data
 from finetrainers.plan.sizes_plan import plan_sizes
 from finetrainers.utils.device import configure_allocator
 from finetrainers.utils.launch import launched_local_rank, launched_processes, launched_rank
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from finetrainers.data.loading.loader import RawBatch
     from finetrainers.methods.model import Model
     from finetrainers.models.spec import Batch
+    from finetrainers.plan.rows import Rows
 
 
 def load_model(config: TrainConfig, *, device: str | torch.device | None = None) -> Model:
@@ -93,19 +95,22 @@ def _find_device(device: str | torch.device | None = None) -> torch.device:
 
 @overload
 def batches(
-    config: TrainConfig, *, encoded: Literal[True] = True, start: int = 0, device: str | torch.device | None = None
-) -> Iterator[Batch]: ...
+    config: TrainConfig, *, data: Rows | None = None, encoded: Literal[True] = True, start: int = 0,
+    device: str | torch.device | None = None,
+) -> Iterator[Batch]: ...  # fmt: skip
 
 
 @overload
 def batches(
-    config: TrainConfig, *, encoded: Literal[False], start: int = 0, device: str | torch.device | None = None
-) -> Iterator[RawBatch]: ...
+    config: TrainConfig, *, data: Rows | None = None, encoded: Literal[False], start: int = 0,
+    device: str | torch.device | None = None,
+) -> Iterator[RawBatch]: ...  # fmt: skip
 
 
 def batches(
-    config: TrainConfig, *, encoded: bool = True, start: int = 0, device: str | torch.device | None = None
-) -> Iterator[Any]:
+    config: TrainConfig, *, data: Rows | None = None, encoded: bool = True, start: int = 0,
+    device: str | torch.device | None = None,
+) -> Iterator[Any]:  # fmt: skip
     """Yield the micro-batches of a training run, in its order: `gradient_accumulation_steps` for each optimizer step.
 
     Each has `weight`, its share of the step. They end after `train_steps` or `train_epochs`. In a program that a
@@ -117,6 +122,7 @@ def batches(
 
     Args:
         config: from `load_config`; of a method that trains on clips.
+        data: rows instead of files, as `train` takes them.
         encoded: whether to encode by the model's VAE and text encoders; else batches have `clips`, and their `pixels`
             `[3, T, H, W]` uint8, and no weights are loaded. `Model.encode` encodes them in the same way.
         start: first optimizer step, from 0.
@@ -130,6 +136,7 @@ def batches(
         if is_method(config.training.method) and method_spec(config).samples:
             message = f"{config.training.method} samples its clips; use `load_model(config).rollout(...)`"
             raise ConfigError([Problem("--method", message, "unsupported")])
+        config, _ = store_data(config, {} if data is None else {"data": data})
         checked = preflight_by_model(config, preparing=True)
         with restored(), quiet_libraries():
             from finetrainers.parallel.ranks import SingleProcess

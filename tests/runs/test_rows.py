@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from refusals import refused_options
 
-from finetrainers import check, load_config, train
+from finetrainers import batches, check, load_config, train
 from finetrainers.config.sections import DataSection
 from finetrainers.data.reading.datasets import media_dir
 from finetrainers.data.reading.media import open_image
@@ -86,6 +86,10 @@ def test_rows_train_like_files_and_are_required_again(values: dict[str, Any], tm
     assert [(item["name"], item["use"], item["source_fps"]) for item in items] == [
         ("data[0]", "train", 25), ("data[1]", "train", 50), ("eval/eval_data[0]", "eval", 25)
     ]  # fmt: skip
+
+    own = load_config(**{**values, "output_dir": tmp_path / "own"})
+    [raw] = batches(own, data=rows, encoded=False)
+    assert {item.pixels.shape for item in raw.clips} == {(3, 9, 64, 64)}
 
     # A run that goes on must have equal rows.
     config = load_config(result.run_dir / "config.toml", resume_from_checkpoint="latest", train_steps=2)
