@@ -87,7 +87,7 @@ def test_rows_train_like_files_and_are_required_again(values: dict[str, Any], tm
         ("data[0]", "train", 25), ("data[1]", "train", 50), ("eval/eval_data[0]", "eval", 25)
     ]  # fmt: skip
 
-    own = load_config(**{**values, "output_dir": tmp_path / "own"})
+    own = load_config(**{**values, "output_dir": tmp_path / "own", "eval_steps": None})
     [raw] = batches(own, data=rows, encoded=False)
     assert {item.pixels.shape for item in raw.clips} == {(3, 9, 64, 64)}
 
