@@ -89,7 +89,7 @@ def test_rows_train_like_files_and_are_required_again(values: dict[str, Any], tm
 
     own = load_config(**{**values, "output_dir": tmp_path / "own", "eval_steps": None})
     [raw] = batches(own, data=rows, encoded=False)
-    assert {item.pixels.shape for item in raw.clips} == {(3, 9, 64, 64)}
+    assert {tuple(pixels.shape) for pixels in raw.pixels} == {(3, 9, 64, 64)}
 
     # A run that goes on must have equal rows.
     config = load_config(result.run_dir / "config.toml", resume_from_checkpoint="latest", train_steps=2)
