@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 import tomli_w
 from pydantic import SecretStr, ValidationError
@@ -53,9 +53,11 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 OTHER_NAMES = frozenset((*SAME, *INSTEAD, *FOREIGN, *DEPENDENT))
 
 
-def load_config(
-    source: str | Path | Mapping[str, Any] | TrainConfig | None = None, /, **options: Unpack[Options]
-) -> TrainConfig:
+#: What functions of Python take for a configuration.
+Source: TypeAlias = str | Path | Mapping[str, Any] | TrainConfig
+
+
+def load_config(source: Source | None = None, /, **options: Unpack[Options]) -> TrainConfig:
     """Load a configuration from a source, from options by name, or from both.
 
         config = load_config("run.toml", lr=5e-5, output_dir="runs/second")
@@ -80,6 +82,15 @@ def load_config(
     elif source is not None:
         sources.insert(0, file_source(Path(source)))
     return build_config(sources)
+
+
+def as_config(source: Source) -> TrainConfig:
+    """Return a configuration unchanged, and load any other source.
+
+    Raises:
+        ConfigError: see `load_config`.
+    """
+    return source if isinstance(source, TrainConfig) else load_config(source)
 
 
 def _values_source(values: Mapping[str, Any]) -> RawOptions:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
+from finetrainers.config.load import Source, as_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.inspect.plan import DatasetPlan
 from finetrainers.data.inspect.probe_all import ProbeOptions
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check(
-    config: TrainConfig,
+    config: Source,
     *,
     data: Rows | None = None,
     eval_data: Rows | None = None,
@@ -34,7 +35,7 @@ def check(
         print([item["reason"] for item in report["items"] if item["use"] == "rejected"])
 
     Args:
-        config: from `load_config`; needs a model's name, and data unless it is given here.
+        config: from `load_config`, or a source that it takes; needs a model's name, and data unless it is given here.
         data, eval_data: rows, as `train` takes them; arrays are stored where a run of `config` uses them.
         decode: decode every file from end to end, not only its header.
         recall: use remembered results of files that were examined before.
@@ -47,7 +48,7 @@ def check(
         ConfigError: something else is wrong with the configuration.
     """
     rows = {name: value for name, value in (("data", data), ("eval_data", eval_data)) if value is not None}
-    config, _ = store_data(config, rows)
+    config, _ = store_data(as_config(config), rows)
     report, problems = examine(config, ProbeOptions(decode=decode, duplicates=True, recall=recall, jobs=jobs))
     if report is None or problems:
         raise ConfigError(problems)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.config.load import load_config
+from finetrainers.config.load import Source, load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.target import planned_gpu, target_device
 from finetrainers.methods.registry import is_method, method_spec, plan_work
@@ -47,14 +47,14 @@ class Estimate:
     advice: Advice | None
 
 
-def estimate(config: TrainConfig, *, gpu: str | None = None, host: str | None = None) -> dict[str, Any]:
+def estimate(config: Source, *, gpu: str | None = None, host: str | None = None) -> dict[str, Any]:
     """Estimate the memory of a run in each phase, and the disk space it needs, without weights, data or a GPU.
 
         memory = estimate(load_config("run.toml"), gpu="24GB")
         print(memory["fits"], memory["peak"]["allocated"] / 2**30)
 
     Args:
-        config: from `load_config`.
+        config: from `load_config`, or a source that it takes.
         gpu: GPU to plan for, such as `h100` or `24GB`; the estimate then has `fits`, and `advice` if it does not fit.
         host: host memory of the machine, such as `64GB`; default: of this one.
 

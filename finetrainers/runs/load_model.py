@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.config.load import load_config
+from finetrainers.config.load import Source, as_config, load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.loading.position import DataPosition
 from finetrainers.methods.registry import is_method, method_spec
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from finetrainers.plan.rows import Rows
 
 
-def load_model(config: TrainConfig, *, device: str | torch.device | None = None) -> Model:
+def load_model(config: Source, *, device: str | torch.device | None = None) -> Model:
     """Return the model of a configuration as a run would train it, for your own loops.
 
     It needs no data. The network begins with the weights of `init_from`, if that is set: use the directory of a run,
@@ -40,7 +40,7 @@ def load_model(config: TrainConfig, *, device: str | torch.device | None = None)
         latents = model.rollout(["a boat on a lake"], n=4).latents
 
     Args:
-        config: from `load_config`.
+        config: from `load_config`, or a source that it takes.
         device: device of the components; default: the GPU of this process if there is one, else the CPU.
 
     Raises:
@@ -48,7 +48,7 @@ def load_model(config: TrainConfig, *, device: str | torch.device | None = None)
     """
     with environment_restored():
         configure_allocator()
-        checked = _check_model(config)
+        checked = _check_model(as_config(config))
         with restored(), quiet_libraries():
             from finetrainers.memory.quantized_encoders import load_text_encoders
             from finetrainers.methods.model import Model
@@ -95,20 +95,20 @@ def _find_device(device: str | torch.device | None = None) -> torch.device:
 
 @overload
 def batches(
-    config: TrainConfig, *, data: Rows | None = None, encoded: Literal[True] = True, start: int = 0,
+    config: Source, *, data: Rows | None = None, encoded: Literal[True] = True, start: int = 0,
     device: str | torch.device | None = None,
 ) -> Iterator[Batch]: ...  # fmt: skip
 
 
 @overload
 def batches(
-    config: TrainConfig, *, data: Rows | None = None, encoded: Literal[False], start: int = 0,
+    config: Source, *, data: Rows | None = None, encoded: Literal[False], start: int = 0,
     device: str | torch.device | None = None,
 ) -> Iterator[RawBatch]: ...  # fmt: skip
 
 
 def batches(
-    config: TrainConfig, *, data: Rows | None = None, encoded: bool = True, start: int = 0,
+    config: Source, *, data: Rows | None = None, encoded: bool = True, start: int = 0,
     device: str | torch.device | None = None,
 ) -> Iterator[Any]:  # fmt: skip
     """Yield the micro-batches of a training run, in its order: `gradient_accumulation_steps` for each optimizer step.
@@ -121,7 +121,7 @@ def batches(
             print(batch.moments.shape, batch.weight)
 
     Args:
-        config: from `load_config`; of a method that trains on clips.
+        config: from `load_config`, or a source that it takes; of a method that trains on clips.
         data: rows instead of files, as `train` takes them.
         encoded: whether to encode by the model's VAE and text encoders; else batches have `clips`, and their `pixels`
             `[3, T, H, W]` uint8, and no weights are loaded. `Model.encode` encodes them in the same way.

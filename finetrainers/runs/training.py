@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.config.load import load_config
+from finetrainers.config.load import Source, as_config, load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.reading.sources.python_rows import StoredRows
 from finetrainers.draw.notebook import in_notebook
@@ -169,7 +169,7 @@ class TrainResult:
 
 
 def train(  # noqa: PLR0913, what only Python can give
-    config: TrainConfig,
+    config: Source,
     *,
     callbacks: Sequence[Callback] = (),
     handle_signals: bool | None = None,
@@ -190,7 +190,7 @@ def train(  # noqa: PLR0913, what only Python can give
     config.toml has a digest of each part, from `network` to `rewards`; a resumed run must have equal ones.
 
     Args:
-        config: from `load_config`.
+        config: from `load_config`, or a source that it takes.
         callbacks: further callbacks, called after the run's own.
         handle_signals: whether SIGINT (Ctrl-C, a notebook's interrupt), SIGTERM and SIGUSR1 stop the run with a
             checkpoint once it trains; `stopped_by` names the signal then, and a second one goes to the host program's
@@ -224,6 +224,7 @@ def train(  # noqa: PLR0913, what only Python can give
     if handle_signals and not in_main_thread:
         message = "handle_signals=True requires the main thread; use None or False in other threads"
         raise InputError(message, "unsupported")
+    config = as_config(config)
     with environment_restored(), ExitStack() as stack:
         configure_allocator()
         check_callbacks(callbacks)

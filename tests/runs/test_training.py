@@ -23,7 +23,7 @@ import torch
 import transformers
 from diffusers import CogVideoXPipeline
 from huggingface_hub.utils import are_progress_bars_disabled
-from refusals import refused
+from refusals import refused, refused_options
 from safetensors.torch import load_file
 
 from finetrainers import Callback, TrainState, load_config, train
@@ -177,10 +177,12 @@ def test_what_does_not_change_during_a_run_is_not_asked_again_at_each_step(
 
 
 def test_a_dry_run_has_trained_nothing(options: Callable[..., dict], capsys: pytest.CaptureFixture[str]) -> None:
-    result = train(load_config(**options(), dry_run=True))
+    result = train({**options(), "dry_run": True})
     assert (result.step, result.metrics, result.samples, result.weights) == (0, [], [], None)
     with refused("not_found", result.run_dir, "dry run"):
         result.pipeline()
+    with refused_options(("--config", "not_found")):
+        train("absent.toml")
 
 
 #: Libraries that this run does not use, of which diffusers imports some whenever they are installed.
