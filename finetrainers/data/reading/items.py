@@ -220,7 +220,8 @@ def _make_items(
         if isinstance(captions, InvalidSample):
             unusable, captions = captions, ("",)
         if isinstance(state_or_problem, InvalidSample):
-            if row.unusable is None and (unusable is None or unusable.status != "skipped"):
+            has_file = row.unusable is None or row.rate is None  # an unusable row of Python has none
+            if has_file and (unusable is None or unusable.status != "skipped"):
                 unusable = state_or_problem
         elif unusable is None:
             state = state_or_problem

@@ -32,6 +32,7 @@ _MUCH_NOISE = 1.5
 #: Options of training on clips that are an error here, and their replacements.
 CLIP_OPTIONS = {
     **dict.fromkeys(("data_root", "dataset_file", "dataset", "hf_dataset"), "clips are sampled; use --prompts FILE"),
+    "eval_dataset_file": "clips are sampled; use --eval_prompts FILE",
     "video_resolution_buckets": "clips are sampled at one size; use --rollout_size FxHxW",
     "image_resolution_buckets": "clips are sampled at one size; use --rollout_size 1xHxW",
     "validation_epochs": "reward finetuning has no epochs; use --validation_steps",

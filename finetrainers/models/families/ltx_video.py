@@ -47,7 +47,10 @@ FAMILY = Family(
     name="ltx_video", spec="finetrainers.models.ltx_video:LTXVideoSpec", read=read,
     transformer="LTXVideoTransformer3DModel", vae="AutoencoderKLLTXVideo",
     pipelines=("LTXPipeline", "LTXImageToVideoPipeline", "LTXConditionPipeline"),
-    published=("Lightricks/LTX-Video", "Lightricks/LTX-Video-0.9.7-dev"),
+    published=(
+        "Lightricks/LTX-Video", "Lightricks/LTX-Video-0.9.7-dev", "Lightricks/LTX-Video-0.9.7-distilled",
+        "Lightricks/LTX-Video-0.9.8-13B-distilled",
+    ),
     starters={"Lightricks/LTX-Video": 2},
     tiny="finetrainers.models.tiny:build_ltx_video",
 )  # fmt: skip

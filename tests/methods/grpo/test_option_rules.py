@@ -242,6 +242,7 @@ def test_other_methods_keep_the_rules_of_clips():
 
 #: A value other than the default of every option of [data] and [diffusion].
 CLIP_OPTIONS = {
+    "eval_dataset_file": "e.csv",
     "data_root": "x", "dataset_file": "x", "video_column": "x", "caption_column": "x", "id_token": "x",
     "image_resolution_buckets": ["64x64"], "video_resolution_buckets": ["17x64x64"], "video_reshape_mode": "none",
     "frame_selection": "middle", "video_backend": "pyav", "sliding_window_size": 17, "sliding_window_stride": 4,

@@ -284,25 +284,25 @@ def _read_row(line: Mapping[str, Any], data: DataSection, media_dir: Path) -> Ro
     """Return a row, whose files of arrays are below the directory of media."""
     name = line["row"]
     if "unusable" in line:
-        return Row("", name, unusable=InvalidSample("unreadable", line["unusable"]))
+        return Row("", name, unusable=InvalidSample("unreadable", line["unusable"]), rate=0)
     record = line["columns"]
     columns = Columns(with_known_columns(data, record))
     medium = record.get(columns.media)
     if not columns.is_further and medium is not None and record.get(IMAGE) is not None and columns.media != IMAGE:
         reason = f"has both {columns.media!r} and {IMAGE!r}; give one row for each"
-        return Row("", name, unusable=InvalidSample("unreadable", reason))
+        return Row("", name, unusable=InvalidSample("unreadable", reason), rate=0)
     if medium is None and not columns.is_further:
         medium = record.get(IMAGE)
     if medium is None:
         present = ", ".join(map(repr, record)) or "nothing"
         reason = f"it has {present}, and {columns.media!r} holds no media"
-        return Row("", name, unusable=InvalidSample("missing", reason))
+        return Row("", name, unusable=InvalidSample("missing", reason), rate=0)
     if "unusable" in medium:
-        return Row("", name, unusable=InvalidSample("unreadable", medium["unusable"]))
+        return Row("", name, unusable=InvalidSample("unreadable", medium["unusable"]), rate=0)
     try:
         captions = columns.read_captions(record)
     except ValueError as error:
-        return Row("", name, unusable=InvalidSample("caption_missing", str(error)))
+        return Row("", name, unusable=InvalidSample("caption_missing", str(error)), rate=0)
     extra = {column: value for column, value in columns.extra(record).items() if column not in (IMAGE, RATE)}
     expected = f"{columns.captions[0]!r}" if columns.option in data.model_fields_set else "'caption'"
     if "path" in medium:
