@@ -81,6 +81,11 @@ def _check_model(config: TrainConfig) -> ResolvedRun:
         raise ConfigError([Problem("--resume_from_checkpoint", message, "unsupported")])
     if is_method(config.training.method):
         config = method_spec(config).without_data(config) or config
+        if method_spec(config).samples:  # steps and rewards are the caller's
+            if config.training.train_steps is None:
+                config = load_config(config, train_steps=config.grpo.updates_per_rollout, checkpointing_steps=0)
+            if not config.grpo.reward:
+                config = load_config(config, reward=["brightness"])
     return preflight_by_model(config, preparing=True, planner=plan_sizes, writes=False)
 
 
