@@ -6,6 +6,7 @@ IPython is not required: a kernel has imported it.
 from __future__ import annotations
 
 import base64
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -67,8 +68,9 @@ class Output:
         self._handle: Any = display(content, raw=True, display_id=True)
 
     def show(self, content: Bundle) -> None:
-        """Replace the content."""
-        self._context.copy().run(self._handle.update, content, raw=True)
+        """Replace the content; a display that fails does not end the run."""
+        with contextlib.suppress(Exception):
+            self._context.copy().run(self._handle.update, content, raw=True)
 
 
 class LiveOutput:

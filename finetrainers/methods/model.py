@@ -21,6 +21,7 @@ from finetrainers.models.spec import Batch, ModelComponents, ModelSpec, PromptEm
 from finetrainers.parallel.ranks import SingleProcess
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.process_state import free_memory, restored
+from finetrainers.utils.text import quoted, shortened
 
 from .base import MethodParts
 from .grpo.prompts.source import decode_clips
@@ -112,6 +113,7 @@ class Model:
 
     def encode_text(self, captions: Sequence[str]) -> PromptEmbeds:
         """Return the text conditioning of captions, on the device, one row each."""
+        _refuse_text(captions)
         with restored():
             return text_encoder(self.spec, self._text_encoders)(list(captions)).trimmed().to(self.device)
 
@@ -282,6 +284,7 @@ class Model:
         Raises:
             ValueError: the method of the configuration does not train the steps of rollouts.
         """
+        _refuse_text(prompts)
         count = self.config.grpo.num_generations if n is None else n
         if count < 1 or not prompts:
             raise InputError(f"expected prompts, and n from 1, got {len(prompts)} prompts and n={count}", "invalid")
@@ -315,6 +318,12 @@ class _evaluating:
 
     def __exit__(self, *error: object) -> None:
         self._network.train(self._was_training)
+
+
+def _refuse_text(texts: Any) -> None:
+    """Refuse a single string, which would count as a list of letters."""
+    if isinstance(texts, str):
+        raise InputError(f"expected a list of strings, got the string {shortened(quoted(texts), 60)}", "invalid")
 
 
 def _pixels(video: Any) -> Tensor:

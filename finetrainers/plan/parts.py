@@ -8,7 +8,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
+from enum import Enum
 from functools import partial
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
@@ -19,7 +21,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.data.reading.sources.python_rows import StoredRows
 from finetrainers.parallel.sharding import expected_split
 from finetrainers.utils.addresses import describe_address
-from finetrainers.utils.failures import Kind
+from finetrainers.utils.failures import InputError, Kind
 from finetrainers.utils.text import plural
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ _LORA_OPTIONS = {
     "rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "use_rslora": "use_rslora",
     "use_dora": "use_dora",
 }  # fmt: skip
+#: Values of variables that a digest covers where everything else is code.
+_CONSTANTS = (str, int, float, complex, Enum, PurePath)
 #: Numbers at both ends of a tensor that a fingerprint covers.
 _ENDS = 4096
 #: Depth of objects within objects that a fingerprint covers.
@@ -90,6 +94,20 @@ class CustomParts:
     def prompts_by_option(self) -> dict[str, Sequence[str | Mapping[str, Any]]]:
         """The prompts, by the option that they replace."""
         return {name: self.by_name[name] for name in PYTHON_PROMPTS if name in self.by_name}
+
+    @property
+    def schedule(self) -> Callable[[int], float] | None:
+        """Learning rate of each step by `lr_at`, which raises an InputError for one that is negative or not finite."""
+        if (lr_at := self.lr_at) is None:
+            return None
+
+        def rate(step: int) -> float:
+            value = float(lr_at(step))
+            if not 0 <= value < float("inf"):
+                raise InputError(f"lr_at({step}) must return a finite number from 0, got {value}", "invalid")
+            return value
+
+        return rate
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -279,7 +297,8 @@ class _Digests:
 
     def digest(self, value: Any) -> str:
         """Return a text that is equal for equal values: of functions it covers the source and enclosed variables."""
-        if value is None or isinstance(value, (str, int, float, bool, bytes)):
+        is_constant = value is None or isinstance(value, (bytes, *_CONSTANTS))
+        if is_constant or type(value).__qualname__ in ("dtype", "device"):
             return repr(value)
         key = id(value)
         if key in self._open or len(self._open) > _DEEPEST:
@@ -309,8 +328,12 @@ def _definition(value: Any) -> list[Any]:
     if inspect.ismethod(value):
         return [value.__func__, value.__self__]
     if inspect.isfunction(value):
-        variables = inspect.getclosurevars(value).nonlocals
-        return [_source(value), value.__defaults__, value.__kwdefaults__, variables]
+        try:
+            variables = inspect.getclosurevars(value)
+        except ValueError:  # a variable that has no value yet
+            return [_source(value), value.__defaults__, value.__kwdefaults__]
+        constants = {name: item for name, item in variables.globals.items() if isinstance(item, _CONSTANTS)}
+        return [_source(value), value.__defaults__, value.__kwdefaults__, dict(variables.nonlocals), constants]
     if inspect.isclass(value):
         return [_source(value)]
     if hasattr(value, "dtype") and hasattr(value, "tobytes"):  # an array
@@ -320,7 +343,11 @@ def _definition(value: Any) -> list[Any]:
     if hasattr(value, "state_dict") and hasattr(value, "named_parameters"):
         config = getattr(value, "config", {})
         settings = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
-        return [_source(type(value)), _without_private(settings), _tensors_digest(value.state_dict())]
+        plain = {
+            name: item for name, item in vars(value).items() if isinstance(item, _CONSTANTS) and name != "training"
+        }
+        settings = [_without_private(settings), _without_private(plain)]
+        return [_source(type(value)), *settings, _tensors_digest(value.state_dict())]
     if hasattr(value, "to_dict"):
         return [value.to_dict()]
     return [_source(type(value)), _without_private(getattr(value, "__dict__", {}))]

@@ -79,13 +79,16 @@ def _check_model(config: TrainConfig) -> ResolvedRun:
     if config.training.resume_from_checkpoint is not None:
         message = "is not supported by load_model; use init_from=..., which also takes checkpoints"
         raise ConfigError([Problem("--resume_from_checkpoint", message, "unsupported")])
+    missing = {part.partition("=")[0] for part in config.run.parts} & {"network", "lora"}
+    if missing:
+        message = f"is not supported by load_model, which has no {' and no '.join(sorted(missing))} of Python"
+        raise ConfigError([Problem("--parts", message, "unsupported")])
     if is_method(config.training.method):
         config = method_spec(config).without_data(config) or config
         if method_spec(config).samples:  # steps and rewards are the caller's
             if config.training.train_steps is None:
-                config = load_config(config, train_steps=config.grpo.updates_per_rollout, checkpointing_steps=0)
-            if not config.grpo.reward:
-                config = load_config(config, reward=["brightness"])
+                config = load_config(config, train_steps=config.get("updates_per_rollout"), checkpointing_steps=0)
+            config = load_config(config, reward=["brightness"], eval_reward=[], eval_prompts=None, eval_steps=None)
     return preflight_by_model(config, preparing=True, planner=plan_sizes, writes=False)
 
 

@@ -108,7 +108,7 @@ def assemble(checked: ResolvedRun, parallel: Strategy, watchdog: Watchdog, memor
     restore(state, start)
     _record_start(state, checked)
     _store_initial_lora(state, checked)
-    schedule = checked.parts.lr_at or _make_schedule(config, lr=lr, total_steps=total_steps, start=start)
+    schedule = checked.parts.schedule or _make_schedule(config, lr=lr, total_steps=total_steps, start=start)
     return Trainer(state, lr_at=schedule, callbacks=callbacks, activations=activations)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from diffusers import LTXVideoTransformer3DModel
 from peft import LoraConfig
@@ -130,7 +132,11 @@ def test_a_network_is_trained_in_a_copy(options: Callable[..., dict], tmp_path: 
         train(load_config(**values, export_formats=["peft"]), network=network)
 
 
-def test_equal_parts_have_equal_fingerprints() -> None:
+CONSTANT = 1.0
+KINDS = Enum("KINDS", ["A", "B"])
+
+
+def test_equal_parts_have_equal_fingerprints(monkeypatch: pytest.MonkeyPatch) -> None:
     def schedule(peak: float) -> Callable[[int], float]:
         return lambda step: peak
 
@@ -152,3 +158,20 @@ def test_equal_parts_have_equal_fingerprints() -> None:
     itself: list[Any] = []
     itself.append(itself)
     assert fingerprint(itself)
+    for first, second in ((Path("a"), Path("b")), (torch.float16, torch.float32), (1j, 2j), (KINDS.A, KINDS.B)):
+        assert fingerprint(partial(schedule, first)) != fingerprint(partial(schedule, second))
+    networks = [torch.nn.Dropout(p) for p in (0.1, 0.1, 0.2)]
+    assert fingerprint(networks[0]) == fingerprint(networks[1]) != fingerprint(networks[2])
+
+    def reads_constant() -> float:
+        return CONSTANT
+
+    before = fingerprint(reads_constant)
+    monkeypatch.setitem(globals(), "CONSTANT", 2.0)
+    assert fingerprint(reads_constant) != before
+
+    def unfinished() -> Any:
+        return later
+
+    assert fingerprint(unfinished)
+    later = 1

@@ -146,6 +146,11 @@ def test_rollouts_are_those_of_training(
     assert torch.equal(videos, torch.cat(decoded))
     assert not torch.equal(model.rollout(prompts, n=3, number=1).latents, rollouts.latents)
 
+    with refused("invalid", "list of strings"):
+        model.rollout("a red ball", n=1)
+    with refused("invalid", "transition"):
+        model.log_probs(rollouts, 2)
+    assert torch.equal(model.log_probs(rollouts, 0, [-1]), model.log_probs(rollouts, 0, [5]))
     assert model.network.training
     for transition in range(2):
         now = model.log_probs(rollouts, transition)

@@ -150,12 +150,12 @@ AFTER = {
     """,
     "A mistake of whoever calls the function, which no configuration makes; or a call from Python that is no run.": """
         data/loading/training_data.py: TrainingData._as_neighbors
-        methods/model.py: Model._as_raw 3, Model.encode, Model.predict, Model.rollout, _pixels
-        methods/grpo/rollout/policy.py: RolloutPolicy.__init__ 2
-        runs/load_model.py: load_model, _check_model 2, batches 2, _encoded_steps
+        methods/model.py: Model._as_raw 3, Model.encode, Model.predict, Model.rollout, _pixels, _refuse_text
+        methods/grpo/rollout/policy.py: RolloutPolicy.__init__ 2, RolloutPolicy.log_probs 2
+        runs/load_model.py: load_model, _check_model 4, batches 2, _encoded_steps
         runs/training.py: TrainResult._require_weights, TrainResult.load 3, TrainResult.pipeline
         optim/factory.py: custom_optimizer 2
-        plan/parts.py: _lora_conflicts 2
+        plan/parts.py: _lora_conflicts 2, CustomParts.schedule.rate
         memory/checkpointing.py: _run_keeping_attention
         memory/quantization.py: QuantizedLinear.__getattr__
         methods/registry.py: register_method 2

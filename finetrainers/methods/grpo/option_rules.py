@@ -28,6 +28,8 @@ from finetrainers.utils.text import plural
 FEW_CLIPS = 16
 #: Published amounts of noise for `flow` and `dance` are between 0.25 and this, but for one.
 _MUCH_NOISE = 1.5
+#: Least noise level of a rollout's first step: some schedules begin at 999 of 1000.
+_FIRST_SIGMA = 0.98
 
 #: Options of training on clips that are an error here, and their replacements.
 CLIP_OPTIONS = {
@@ -110,6 +112,8 @@ def _check_sigmas(section: GRPOSection, *, is_flow: bool) -> Iterator[Finding]:
         return
     if not is_flow:
         yield "sampling_sigmas", "is supported for flow matching only; use --sampling_steps", "unsupported"
+    if sigmas[0] < _FIRST_SIGMA:
+        yield "sampling_sigmas", f"must begin with pure noise, at 1, got {sigmas[0]:g}"
     if any(after >= before for before, after in pairwise(sigmas)):
         yield "sampling_sigmas", f"must descend, got {' '.join(f'{sigma:g}' for sigma in sigmas)}"
     if len(sigmas) != steps:

@@ -76,6 +76,7 @@ def test_a_plain_run_has_no_findings(family, options):
          "of 10 --sampling_steps, --window_range 0 0.5 holds 5 steps (0 to 4),"),
         ({"window_size": 9}, "window_size", "conflict", "most 5,"),
         ({"sampling_sigmas": [1, 0.5], "sampling_steps": 3}, "sampling_sigmas", "conflict", "holds 2, and"),
+        ({"sampling_sigmas": [0.6, 0.5, 0.1], "sampling_steps": 3}, "sampling_sigmas", "invalid", "0.6"),
         ({"sampling_sigmas": [1, 0.5, 0.5], "sampling_steps": 3}, "sampling_sigmas", "invalid", "1 0.5 0.5"),
         ({"sampling_sigmas": [1, 0.5, 0.2], "sampling_steps": 3, "shift": 2}, "sampling_sigmas", "conflict", "--shift"),
         ({"window_size": 16, "window_range": [0, 1]}, "window_size", "conflict", "9 steps (0 to 8)"),

@@ -257,8 +257,10 @@ def _write_video(path: Path, pixels: np.ndarray) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value for JSON: a number of NumPy or torch as such, and else a text."""
-    return value.item() if getattr(value, "ndim", None) == 0 else as_text(value)
+    """Return a value for JSON: numbers and arrays as such, UTF-8 as a text, and else a description."""
+    if isinstance(value, bytes):
+        return value.decode(errors="backslashreplace")
+    return value.tolist() if hasattr(value, "ndim") and hasattr(value, "tolist") else as_text(value)
 
 
 def read_rows(path: Path, data: DataSection) -> list[Row]:

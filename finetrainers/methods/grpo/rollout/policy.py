@@ -113,6 +113,11 @@ class RolloutPolicy:
     def log_probs(self, network: nn.Module, rollouts: Rollouts, transition: int, clips: Sequence[int]) -> Tensor:
         """Return the log-density of a transition of clips under the present network, `[B]`; see `Rollouts`."""
         sampler, batch_size = self.sampler, self.config.dataloader.batch_size
+        if not 0 <= transition < rollouts.log_probs.shape[1]:
+            raise InputError(f"expected a transition from 0 to {rollouts.log_probs.shape[1] - 1}, got {transition}")
+        clips = [range(len(rollouts))[int(clip)] for clip in clips]
+        if not clips:
+            raise InputError("expected clips, got none")
         values = []
         for first in range(0, len(clips), batch_size):
             chunk = list(clips[first : first + batch_size])
