@@ -63,7 +63,8 @@ class Saves:
         self.at_once = make_state(root / "at once", network=network)
         self.at_once.optimizer.param_groups[0]["lr"] = 1e-6  # a stack this deep diverges easily, and is then refused
         in_background = make_state(root / "background", network=network, background=True)
-        self.background: Any = SimpleNamespace(**{**vars(in_background), "optimizer": self.at_once.optimizer})
+        more = {"optimizer": self.at_once.optimizer, "is_last_step": False}
+        self.background: Any = SimpleNamespace(**{**vars(in_background), **more})
         self.saves = make_background(root)
         self.blocked: dict[str, list[float]] = {"at once": [], "background": []}
         self.written: list[float] = []
