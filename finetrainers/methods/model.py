@@ -252,7 +252,7 @@ class Model:
         return self._supervised.loss(self.network, batch)[0]
 
     def save(self, directory: str | Path) -> Path:
-        """Write the LoRA, or the network of full finetuning, as a run does; return the file, or the directory.
+        """Write the LoRA, or the fully finetuned network, in the dtype that it has; return the file, or the directory.
 
         `sample`, `export` and `init_from` take it. In a program of several processes, call it in one.
         """
@@ -289,12 +289,18 @@ class Model:
         if count < 1 or not prompts:
             raise InputError(f"expected prompts, and n from 1, got {len(prompts)} prompts and n={count}", "invalid")
         encoders, policy = self._text_encoders, self._policy
-        with _evaluating(self.network), self.spec.experts.on(self.device):
-            return policy.sample(self.network, encoders, prompts, count=count, rollout=number)
+        was_training = self.network.training
+        self.network.eval()  # with dropout, log-probabilities would not be those of the policy
+        try:
+            with self.spec.experts.on(self.device):
+                return policy.sample(self.network, encoders, prompts, count=count, rollout=number)
+        finally:
+            self.network.train(was_training)
 
     def log_probs(self, rollouts: Rollouts, transition: int, clips: Sequence[int] | None = None) -> Tensor:
         """Return log-probabilities of sampled transitions under the present network `[B]`, with gradients.
 
+        The network stays in eval mode, as in a run: gradient checkpointing calls it again in backward, without dropout.
         Before an update they are `rollouts.log_probs[clips, transition]`, up to rounding where clips share a start.
 
         Args:
@@ -303,21 +309,8 @@ class Model:
             clips: indices of clips; default: all. Activations of all of them are stored for backward.
         """
         chosen = range(len(rollouts)) if clips is None else clips
-        with _evaluating(self.network):
-            return self._policy.log_probs(self.network, rollouts, transition, chosen)
-
-
-class _evaluating:
-    """Context in which a network is in eval mode: with dropout, log-probabilities would not be those of the policy."""
-
-    def __init__(self, network: nn.Module) -> None:
-        self._network, self._was_training = network, network.training
-
-    def __enter__(self) -> None:
-        self._network.eval()
-
-    def __exit__(self, *error: object) -> None:
-        self._network.train(self._was_training)
+        self.network.eval()
+        return self._policy.log_probs(self.network, rollouts, transition, chosen)
 
 
 def _refuse_text(texts: Any) -> None:

@@ -77,7 +77,7 @@ class Family:
     tiny_versions: tuple[str, ...] = ()
 
     def load(self, config: ModelSection, network: nn.Module | None = None) -> ModelSpec:
-        """Return the family's spec for one checkpoint, and for a network instead of its own (imports torch)."""
+        """Return the family's spec for one checkpoint, or for a given network (imports torch)."""
         spec: ModelSpec = resolve(self.spec)(config, name=self.name, read=self.read)
         spec.network = network
         return spec

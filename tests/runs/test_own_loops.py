@@ -111,7 +111,9 @@ class Spied(GRPO):
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("changes", [{}, {"rollout_cfg": 2.0, "init_same_noise": False, "lora_dropout": 0.1}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"rollout_cfg": 2.0, "init_same_noise": False, "lora_dropout": 0.1, "gradient_checkpointing": True}]
+)
 def test_rollouts_are_those_of_training(
     changes: dict[str, Any], options: Callable[..., dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,9 +150,6 @@ def test_rollouts_are_those_of_training(
 
     with refused("invalid", "list of strings"):
         model.rollout("a red ball", n=1)
-    with refused("invalid", "transition"):
-        model.log_probs(rollouts, 2)
-    assert torch.equal(model.log_probs(rollouts, 0, [-1]), model.log_probs(rollouts, 0, [5]))
     assert model.network.training
     for transition in range(2):
         now = model.log_probs(rollouts, transition)
@@ -158,5 +157,8 @@ def test_rollouts_are_those_of_training(
     now.sum().backward()
     assert any(weight.grad is not None for weight in model.network.parameters())
     assert torch.equal(model.log_probs(rollouts, 1, [4, 5]), now[4:])
+    with refused("invalid", "transition"):
+        model.log_probs(rollouts, 2)
+    assert torch.equal(model.log_probs(rollouts, 0, [-1]), model.log_probs(rollouts, 0, [5]))
     with refused_options(("--method", "unsupported")):
         batches(load_config(**values))
