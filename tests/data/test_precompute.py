@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from refusals import refused
 from torch import Tensor
 
 from finetrainers.config.sections import DataloaderSection, DataSection, ModelSection
-from finetrainers.data.buckets.clip import Clip
+from finetrainers.data.buckets.clip import Clip, ControlInput, Mask
 from finetrainers.data.cache.encoder_index import (
     recall_files,
     recall_models,
@@ -33,7 +33,7 @@ from finetrainers.data.cache.keys import CacheKeys, EncoderEntry, describe_model
 from finetrainers.data.cache.store import TensorCache, read_about
 from finetrainers.data.inspect.file_facts import FileFacts
 from finetrainers.data.loading import precompute
-from finetrainers.data.loading.precompute import Encoded, precompute_text, precompute_video
+from finetrainers.data.loading.precompute import Encoded, precompute_masks, precompute_text, precompute_video
 from finetrainers.data.loading.workers import WorkersLost
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import FIRST_FRAME, MOMENTS, PromptEmbeds, to_unit_range
@@ -306,6 +306,61 @@ def test_a_disk_too_small_for_the_cache_is_told_by_its_first_entries(
     with pytest.raises(OSError, match="captions ") as caught:
         precompute_text("abcdefgh", lambda texts: PromptEmbeds({"text": torch.zeros(len(texts), 4)}), keys, OneOf())
     assert caught.value.errno == errno.ENOSPC
+
+
+#: Of each field of a clip that changes what is decoded, another value; `source_fps` is that of a row.
+CUTS: dict[str, Any] = {
+    "path": "other.mp4", "bucket": (9, 32, 32), "fps": 8.0, "source_fps": 32.0, "reshape_mode": "none",
+    "frame_selection": "middle", "start": 2, "further": "other.mp4",
+}  # fmt: skip
+#: Likewise of those that change nothing.
+ELSEWHERE: dict[str, Any] = {
+    "index": 9, "caption": "b", "captions": ("a", "b"), "lower": (((5, 32, 64), 8.0),), "repeats": 2.0, "dataset": 1,
+}  # fmt: skip
+#: Those that follow from the content of the file, from others, or that entries do not depend on by another mechanism.
+DERIVED = {"kind", "num_frames", "width", "height", "is_variable", "has_row_rate", "latent_segment", "backend", "mask"}
+
+
+def test_all_that_changes_what_is_decoded_changes_the_key_and_cached_pixels_are_fresh_ones(
+    tmp_path: Path, make_video
+) -> None:
+    assert {*CUTS, *ELSEWHERE, *DERIVED} == {field.name for field in fields(Clip)}
+    paths = [
+        make_video(tmp_path / name, frames=40, fps=16, height=64, width=96, seed=seed)
+        for seed, name in enumerate(("clip.mp4", "pose.mp4", "other.mp4"))
+    ]
+    base = Clip(
+        0, paths[0], "a", "video", (9, 32, 64), 16.0, 40, 16.0, 96, 64, has_row_rate=True,
+        further=(ControlInput("pose", paths[1]),), mask=Mask(paths[0], "video", (4, 8)),
+    )  # fmt: skip
+
+    def changed(name: str, value: Any) -> Clip:
+        values = {"path": paths[2], "further": (ControlInput("pose", paths[2]),)}
+        return replace(base, **{name: values.get(name, value)})
+
+    keys = keys_in(tmp_path / "cache")
+    others = {name: changed(name, value) for name, value in CUTS.items()}
+    for mode in ("reshape_mode", "frame_selection"):
+        others[f"random {mode}"] = replace(base, **{mode: "random"})
+    pixels, pooled = keys.pixels(base), keys.pooled(base)
+    for name, other in others.items():
+        assert not torch.equal(pixels, keys.pixels(other)), name
+        assert keys.video(other) != keys.video(base), name
+        assert keys.mask(other) != keys.mask(base) or torch.equal(pooled, keys.pooled(other)), name
+    for name, value in ELSEWHERE.items():
+        assert keys.video(changed(name, value)) == keys.video(base)
+    unset = replace(base, has_row_rate=False)
+    assert keys.video(replace(unset, source_fps=32.0)) == keys.video(unset)  # for files, this follows from the content
+
+    def encode(video: Tensor, _: Any) -> dict[str, Tensor]:
+        return {MOMENTS: video.clone()}
+
+    clips = [base, *others.values()]
+    assert precompute_video(clips, encode, keys, OneOf(), loading=HERE).encoded == len(clips)
+    precompute_masks(clips, keys, OneOf(), threads=1)
+    for clip in clips:
+        assert torch.equal(keys.cache.get(keys.video(clip))[MOMENTS][0], keys.pixels(clip))
+        assert torch.equal(keys.cache.get(keys.mask(clip))["mask"], keys.pooled(clip))
 
 
 def test_a_clip_with_several_captions_is_encoded_once(clips: list[Clip], tmp_path: Path) -> None:

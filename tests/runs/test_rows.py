@@ -101,6 +101,21 @@ def test_rows_train_like_files_and_are_required_again(values: dict[str, Any], tm
     assert "data=2 rows" in str(refusal.value)
 
 
+def test_equal_pixels_at_two_rates_have_two_entries_of_the_cache(values: dict[str, Any], tmp_path: Path) -> None:
+    pixels = clip(0, 33, 64, 64, 3)
+    values |= {"precompute_dir": tmp_path / "cache", "batch_size": 2}
+
+    def moments(precompute: bool, fps: float) -> torch.Tensor:
+        rows = [{"video": pixels, "caption": "a", "fps": 25}, {"video": pixels, "caption": "a", "fps": fps}]
+        [batch] = batches(load_config(**values, precompute_conditions=precompute), data=rows)
+        return batch.moments
+
+    for fps in (50, 100):  # the second is a corrected rate, where the entries of the first are cached
+        cached = moments(True, fps)
+        torch.testing.assert_close(cached, moments(False, fps))
+        assert not torch.equal(cached[0], cached[1])
+
+
 @pytest.mark.rotating
 def test_runs_over_equal_rows_share_files_and_latents(values: dict[str, Any], tmp_path: Path) -> None:
     values |= {"precompute_conditions": True, "precompute_dir": tmp_path / "cache"}

@@ -75,6 +75,7 @@ class Clip:
         repeats: how often it comes in an epoch, on average.
         dataset: number of its dataset.
         is_variable: whether the frames of the source are shown at uneven times; `source_fps` is then their mean rate.
+        has_row_rate: whether `source_fps` is that of its row, and does not follow from the content of its file.
         backend: the backend that decodes it.
         captions: all of its captions, if it has several; one is drawn each time that it is trained on.
         further: its further media, in order of their names.
@@ -99,6 +100,7 @@ class Clip:
     repeats: float = 1.0
     dataset: int = 0
     is_variable: bool = False
+    has_row_rate: bool = False
     backend: str = "pyav"
     captions: tuple[str, ...] = ()
     further: tuple[ControlInput, ...] = ()

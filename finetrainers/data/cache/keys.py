@@ -163,8 +163,11 @@ class CacheKeys:
     def cut(self, clip: Clip) -> dict[str, object]:
         """Return all values that decide which pixels are taken from the clip's file.
 
-        This is the only place where they are listed; `pixels` must use nothing else. JSON values.
+        This is the only place where they are listed; `pixels` must use nothing else, except for what follows from the
+        content of the file, such as its size. JSON values.
         """
+        # Only clips with another rate than their file's name it, so that entries of all others keep their names.
+        row_rate = {"source_fps": clip.source_fps} if clip.has_row_rate else {}
         return {
             "media": clip.kind,
             "bucket": clip.bucket,
@@ -173,6 +176,7 @@ class CacheKeys:
             "start": clip.start,
             "reshape_mode": clip.reshape_mode,
             "seed": self.seed if clip.is_random else None,
+            **row_rate,
         }
 
     def pixels(self, clip: Clip) -> Tensor:

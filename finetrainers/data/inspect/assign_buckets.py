@@ -243,6 +243,7 @@ def _make_clip(
         lower=tuple(_find_lower(entry, bucket, [candidate for group in resolutions for candidate in group], data)),
         dataset=number,
         is_variable=header.is_variable,
+        has_row_rate=item.rate is not None,
         backend=entry.backend,
         captions=item.captions if len(item.captions) > 1 else (),
         further=tuple(ControlInput(name, other.item.path, other.backend) for name, other in entry.further),
