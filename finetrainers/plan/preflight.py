@@ -36,17 +36,19 @@ from finetrainers.models.files.lora_names import format_problem
 from finetrainers.models.registry import Family, get_family, with_family
 from finetrainers.optim.rules import optimizer_problems
 from finetrainers.rundir.find import CheckpointInfo, find_checkpoint, read_state, scan_checkpoints
+from finetrainers.rundir.run_records import result_paths
 from finetrainers.utils import faults
 from finetrainers.utils.fetch import is_url, start_fetching
 from finetrainers.utils.files import folder_problem
 from finetrainers.utils.launch import launch_problems, launched_processes, restart_warning
 from finetrainers.utils.packaged import SCHEME, model_path
+from finetrainers.utils.text import listed
 from finetrainers.utils.versions import version_problem
 
 from .check_videos import check_prompt_videos
 from .chosen import SIZES, choose_by_data, choose_defaults, choose_recommended, take_from_run
 from .initial_weights import InitialWeights, with_other_expert
-from .ownership import MODEL_OPTIONS, model_sources, output_dir_problems
+from .ownership import MODEL_OPTIONS, is_run, model_sources, output_dir_problems
 from .parts import CustomParts
 from .resume_plan import Start, initial_weights, new_run, resume_run
 
@@ -218,12 +220,20 @@ def _find_method(config: TrainConfig, findings: Findings) -> MethodSpec | None:
 
 
 def _check_records(config: TrainConfig, earlier: Sequence[CheckpointInfo], findings: Findings) -> None:
-    """Report missing trackers, and checkpoints, including damaged ones, that the run does not continue."""
+    """Report missing trackers, and what the run does not continue: checkpoints, even damaged ones, or only a result."""
     check_tracker(config, findings)
+    root = config.run.output_dir
     if earlier and config.training.resume_from_checkpoint is None:
         message = (
-            f"{config.run.output_dir} holds checkpoints of an earlier run; continue it with "
-            "--resume_from_checkpoint latest, or use another directory"
+            f"{root} holds checkpoints of an earlier run; continue it with --resume_from_checkpoint latest, or use "
+            "another directory"
+        )
+        findings.error("output_dir", message, "occupied")
+    if not earlier and (results := result_paths(root)) and is_run(root):
+        message = (
+            f"{root} holds the result of an earlier run ({listed([path.name for path in results])}) without its "
+            "checkpoints, so a run would start from the beginning and replace it; use another directory, or move the "
+            "result away"
         )
         findings.error("output_dir", message, "occupied")
 

@@ -53,13 +53,14 @@ def read_identity(root: Path) -> Identity | None:
     return identity or next((Identity(run) for run in map(run_of, _list_newest_first(root)) if run is not None), None)
 
 
-def take_identity(root: Path) -> str:
+def take_identity(root: Path, *, is_new: bool = False) -> str:
     """Return the id of the run that starts in a directory; it is drawn and written if the directory has none.
 
-    A copy that is trained becomes a separate run, so that nothing is synchronized into it any longer.
+    A copy that is trained becomes a separate run, so that nothing is synchronized into it any longer. So does a run
+    that replaces another one (`is_new`), so that it is not synchronized over the other's copy.
     """
     identity = read_identity(root)
-    if identity is None or identity.is_copy:
+    if identity is None or identity.is_copy or is_new:
         identity = Identity(uuid.uuid4().hex)
     if read_identity_file(root / IDENTITY) != identity:
         identity.write(root / IDENTITY)

@@ -60,19 +60,37 @@ class RunDirectory:
         return f"the same launcher with train.py {flags}" if "RANK" in os.environ else f"finetrainers train {flags}"
 
     def start(self, config: TrainConfig, *, resumed_step: int) -> None:
-        """Write the run's identity, resolved configuration and environment; drop metrics of steps to be redone."""
+        """Write the run's identity, resolved configuration and environment; drop metrics of steps to be redone.
+
+        Records of a run that had saved checkpoints, which were deleted since, are set aside, and the run is another.
+        """
         if not self.writes:
             return
         self.root.mkdir(parents=True, exist_ok=True)
         for folder in (self.root, *self.root.glob("samples/*"), *self.root.glob("rollouts/*")):
             sweep_unfinished(folder)
-        self.identity = take_identity(self.root)
+        is_new = self._replaces_run()
+        self.identity = take_identity(self.root, is_new=is_new)
         write_text_atomic(self.root / "config.toml", dump_toml(config))
         write_json_atomic(self.root / "env.json", environment())
+        if is_new and self.metrics_file.exists():
+            self._set_aside(self.metrics_file)
         self._keep_metrics(resumed_step)
-        if resumed_step:
-            self._set_aside_later_than(resumed_step)
+        if resumed_step or is_new:
+            self._set_aside_later_than(-1 if is_new else resumed_step)
         self.event("start", step=resumed_step)
+
+    def _replaces_run(self) -> bool:
+        """Return whether the last run in the directory has saved checkpoints or finished, and has no checkpoint now."""
+        if any(step_of(path) is not None for path in checkpoints_dir(self.root).glob("*")):
+            return False
+        events = read_jsonl(self.events_file)[0] if self.events_file.is_file() else []
+        has_saved = False
+        for event in events:
+            if event.get("event") == "start" and not event.get("step"):
+                has_saved = False  # one that was killed before its first checkpoint begins again under its id
+            has_saved |= event.get("event") in ("checkpoint", "finished")
+        return has_saved
 
     def rewind(self, step: int) -> None:
         """Drop the metrics of later steps and set their samples aside, after a rollback."""
@@ -102,12 +120,15 @@ class RunDirectory:
         for path in sorted([*(self.root / "samples").glob("step-*"), *(self.root / "rollouts").glob("step-*")]):
             suffix = path.name.removeprefix("step-")
             outputs.append((path, int(suffix) if suffix.isascii() and suffix.isdecimal() else None))
-        stamp = time.strftime("%Y%m%d-%H%M%S")
         for path, output_step in outputs:
             if output_step is not None and output_step > step:
-                aside = _find_unused(path.with_name(f"replaced-{stamp}-{path.name.lstrip('.')}"))
-                path.rename(aside)
-                self.event("set_aside", path=str(aside))
+                self._set_aside(path)
+
+    def _set_aside(self, path: Path) -> None:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        aside = _find_unused(path.with_name(f"replaced-{stamp}-{path.name.lstrip('.')}"))
+        path.rename(aside)
+        self.event("set_aside", path=str(aside))
 
     @contextlib.contextmanager
     def recording(self, path: Path) -> Iterator[None]:

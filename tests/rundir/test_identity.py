@@ -8,8 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from refusals import refused_options
+
+from finetrainers.config.load import load_config
 from finetrainers.plan.lineage import ancestors, began_from
 from finetrainers.rundir.identity import IDENTITY, Identity, read_identity, run_of, take_identity
+from finetrainers.rundir.run_dir import RunDirectory
+from finetrainers.tools.copies import copy_problem
+from finetrainers.utils.reading import read_jsonl
 
 
 def test_a_run_keeps_its_id_and_each_checkpoint_has_it(
@@ -42,6 +48,40 @@ def test_a_run_keeps_its_id_and_each_checkpoint_has_it(
     events = (began_again / "events.jsonl").read_text().replace(str(root), str(other))
     (began_again / "events.jsonl").write_text(events)
     assert len(ancestors(began_again)) == 1  # another run is there than the one that it began from
+
+
+def test_a_finished_run_without_its_checkpoints_is_not_begun_again_in_its_place(
+    options: Callable[..., dict[str, Any]], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    values, root = options(train_steps=2, checkpointing_steps=1), tmp_path / "run"
+    first = run(**values)
+    result, records = root / "pytorch_lora_weights.safetensors", first.metrics
+    shutil.rmtree(root / "checkpoints")
+    shutil.copytree(root, tmp_path / "copy")
+    for resume in (None, "auto"):
+        with refused_options(("--output_dir", "occupied")):
+            run(**values, resume_from_checkpoint=resume)
+    assert first.metrics == records
+    result.rename(tmp_path / "moved.safetensors")
+    again = run(**values | {"resume_from_checkpoint": "auto", "train_steps": 1})
+    assert [read_jsonl(path)[0] for path in root.glob("replaced-*-metrics.jsonl")] == [records]
+    assert [record["step"] for record in again.metrics] == [1]
+    second = again.state.run_dir.identity
+    assert read_identity(root) == Identity(second)
+    assert second != first.state.run_dir.identity
+    assert copy_problem(root, tmp_path / "copy", is_empty=False)[1] == "mismatch"  # a backup stays that of the first
+
+    # A run that was killed before its first checkpoint is begun again as the same one.
+    result.unlink()
+    shutil.rmtree(root / "checkpoints")
+    config = load_config(**values)
+    third = RunDirectory(root, writes=True)
+    third.start(config, resumed_step=0)
+    assert third.identity not in (first.state.run_dir.identity, second)
+    fourth = RunDirectory(root, writes=True)
+    fourth.start(config, resumed_step=0)
+    assert fourth.identity == third.identity
+    assert len(list(root.glob("replaced-*-metrics.jsonl*"))) == 2
 
 
 def test_a_run_of_before_gets_an_id_and_a_copy_that_is_trained_another(tmp_path: Path) -> None:
