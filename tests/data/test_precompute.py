@@ -321,9 +321,7 @@ ELSEWHERE: dict[str, Any] = {
 DERIVED = {"kind", "num_frames", "width", "height", "is_variable", "has_row_rate", "latent_segment", "backend", "mask"}
 
 
-def test_all_that_changes_what_is_decoded_changes_the_key_and_cached_pixels_are_fresh_ones(
-    tmp_path: Path, make_video
-) -> None:
+def test_all_that_changes_what_is_decoded_changes_the_key(tmp_path: Path, make_video) -> None:
     assert {*CUTS, *ELSEWHERE, *DERIVED} == {field.name for field in fields(Clip)}
     paths = [
         make_video(tmp_path / name, frames=40, fps=16, height=64, width=96, seed=seed)
