@@ -77,7 +77,7 @@ class Reward(ABC):
         """Return raw scores `[B]` of every head: a tensor, an array, or a list of numbers and None for no score.
 
         Args:
-            videos: `[B, T, C, H, W]`, fp32 in [0, 1], on the CPU; not to be changed.
+            videos: `[B, T, C, H, W]`, fp32 in [0, 1], on the CPU; a copy for this reward.
             prompts: one text a clip.
             fps: frame rate at which the clips play.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -150,7 +151,7 @@ class RewardSet:
         Raises:
             ValueError: the clips are not such a tensor, or the number of prompts differs.
             RewardError: a reward failed or returned a non-finite score, which is not masked; or it returned something
-                other than a score a clip, or changed the clips, or requires images and there are none.
+                other than a score a clip, or requires images and there are none.
         """
         return self.compute(
             videos, prompts, fps=fps, rollout=rollout, first_clip=first_clip, images=images, columns=columns,
@@ -296,33 +297,33 @@ class _Scorer:
         """Return an iterator over the scores and marks of missing ones `[2, heads, b]` fp64 of each part, or its error.
 
         Scores may not be finite, and have a graph if the clips have one. An error is a RewardError if the reward
-        returns something else, or changes the clips.
+        returns something else.
         """
-        version = parts[0].tensor._version
         outcomes = start_calls([partial(self._call, part) for part in parts], asynchronous=self.reward.asynchronous)
 
         def read(part: _Clips, outputs: Any) -> Tensor | Exception:
             try:
-                return outputs if isinstance(outputs, Exception) else self._read(part, outputs, heads, version)
+                return outputs if isinstance(outputs, Exception) else self._read(part, outputs, heads)
             except RewardError as error:
                 return error
 
         return map(read, parts, outcomes)
 
     def _call(self, clips: _Clips) -> Any:
-        """Return the reward's outputs, or an awaitable that returns them."""
+        """Return the reward's outputs, or an awaitable that returns them.
+
+        The reward gets copies of pixels and columns, so that no change to them reaches other rewards or rollouts.
+        """
         images = self._images(clips, clips.tensor.device)
         try:
-            columns = self.reward.columns.select(clips.columns)
+            columns = deepcopy(self.reward.columns.select(clips.columns))
         except KeyError as error:
             raise RewardError(f"reward {self.label} requires the column {error} of the prompts") from None
         with torch.set_grad_enabled(clips.graph is not None):
             compute = self.reward.score if clips.graph is None else self.reward.differentiate
-            return compute(clips.tensor, clips.prompts, fps=clips.fps, **images, **columns)
+            return compute(clips.tensor.clone(), list(clips.prompts), fps=clips.fps, **images, **columns)
 
-    def _read(self, clips: _Clips, outputs: Any, heads: Sequence[str], version: int) -> Tensor:
-        if clips.tensor._version != version:
-            raise RewardError(f"reward {self.label} changed the clips that it scored; it must change a copy")
+    def _read(self, clips: _Clips, outputs: Any, heads: Sequence[str]) -> Tensor:
         pairs = [self._row(outputs, head, len(clips)) for head in heads]
         rows = [scores for scores, _ in pairs]
         fault_point("reward", rows)
@@ -336,7 +337,7 @@ class _Scorer:
             raise RewardError(
                 f"reward {self.label} requires the image that clips start from, and these start from text"
             )
-        return {"images": None if clips.images is None else clips.images.to(device)}
+        return {"images": None if clips.images is None else clips.images.to(device, copy=True)}
 
     def _row(self, outputs: object, head: str, count: int) -> tuple[Tensor, Tensor]:
         values = outputs.get(head) if isinstance(outputs, Mapping) else None
@@ -471,8 +472,6 @@ def _checked_pixels(videos: Tensor, prompts: Sequence[str], fps: float, first_cl
     if not (math.isfinite(fps) and fps > 0):
         raise ValueError(f"fps must be above 0 for clips to score, got {fps}")
     clips = videos.detach().to("cpu", torch.float32)
-    if clips.is_inference():  # inference tensors do not count changes
-        clips = clips.clone()
     low, high = clips.flatten(1).aminmax(dim=1)
     # NaN is neither below 0 nor above 1, but it is not between them either.
     for index in (~((low >= 0) & (high <= 1))).nonzero().flatten().tolist():

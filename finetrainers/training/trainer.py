@@ -154,7 +154,8 @@ class Trainer:
             return "other processes have continued; let the run handle signals (handle_signals=True)"
         if self._is_updating or (state.ema is not None and state.ema.is_applied):
             return "weights were being changed"
-        if not state.method.can_stop_after(state.step) or state.method.state_dict():
+        fixed = getattr(state.method, "fixed_state", ())  # the rest may belong to the step that was interrupted
+        if not state.method.can_stop_after(state.step) or state.method.state_dict().keys() - set(fixed):
             return f"--method {state.config.training.method} resumes between rollouts only"
         return None
 

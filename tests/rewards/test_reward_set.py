@@ -67,9 +67,15 @@ class Answers(Reward):
         return self.answer
 
 
-def greedy(videos: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Works on the clips themselves."""
-    return videos[:, 0].sub_(0.5).mean((1, 2, 3))
+def greedy(videos: Tensor, prompts: list[str], *, target: list[dict[str, float]]) -> Tensor:
+    """Works on the clips and columns themselves, also where torch does not count changes."""
+    scores = videos[:, 0].sub_(0.5).mean((1, 2, 3)) + torch.tensor([values["level"] for values in target])
+    pixels = videos.numpy()
+    pixels *= 255
+    videos.data.mul_(0)
+    prompts.clear()
+    target[0]["level"] = 7.0
+    return scores
 
 
 @pytest.fixture(autouse=True)
@@ -467,10 +473,20 @@ def test_async_rewards_work_at_the_same_time() -> None:
         panel("meet").score(clips(), words(c5="explode"), fps=8.0)
 
 
-def test_a_reward_may_not_change_the_clips() -> None:
-    """Those after it would score others."""
-    with pytest.raises(RewardError, match="greedy changed"):
-        panel("greedy", "brightness", on_error="mask").score(clips(), words(), fps=8.0)
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_a_reward_changes_reaches_no_other_reward_and_no_other_rollout(inference: bool) -> None:
+    rewards, prompts = panel("greedy", "brightness"), words()
+    columns = [{"target": {"level": 0.25}}] * len(prompts)
+    with torch.inference_mode(inference):
+        videos = clips()
+        expected = panel("brightness").score(videos, prompts, fps=8.0).heads["brightness"].raw
+        before = videos.clone()
+    for rollout in range(2):
+        heads = rewards.score(videos, prompts, fps=8.0, rollout=rollout, columns=columns).heads
+        assert heads["greedy"].raw.tolist() == pytest.approx((before[:, 0].mean((1, 2, 3)) - 0.25).tolist(), abs=1e-6)
+        assert heads["brightness"].raw.equal(expected)
+    assert videos.equal(before)
+    assert columns[0] == {"target": {"level": 0.25}}
 
 
 def test_interruptions_are_not_failures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,29 @@ def test_an_interrupt_saves_what_can_be_saved(
     assert re.search("steps 1 to 2 .*: weights ", caplog.text)
 
 
+def test_an_interrupt_between_rollouts_saves_clips_with_shared_starts(
+    options: Callable[..., dict], tmp_path: Path, host_signals: socket.socket
+) -> None:
+    values = options(
+        method="grpo", reward=["brightness"], rollout_size="9x64x64", prompts_per_step=1, num_generations=2,
+        batch_size=2, sampling_steps=4, window_size=1, window_range=[0.5, 1.0], train_steps=2, checkpointing_steps=0,
+    )  # fmt: skip
+    del values["data_root"], values["video_resolution_buckets"]
+    straight = train(load_config(**values), prompts=["a ball", "a cube"])
+    values["output_dir"] = str(tmp_path / "interrupted")
+    with pytest.raises(KeyboardInterrupt):
+        train(
+            load_config(**values), prompts=["a ball", "a cube"], handle_signals=False,
+            callbacks=[At(on_log=(1, interrupt))],
+        )  # fmt: skip
+    assert steps_saved(tmp_path / "interrupted") == [1]
+    resumed = train(load_config(**values, resume_from_checkpoint="latest"), prompts=["a ball", "a cube"])
+    assert resumed.weights is not None
+    assert straight.weights is not None
+    expected = load_file(straight.weights)
+    assert all(tensor.equal(expected[name]) for name, tensor in load_file(resumed.weights).items())
+
+
 def interrupted_loss(patch: pytest.MonkeyPatch, *, step: int) -> None:
     """Press Ctrl-C before the loss of a step is computed."""
     loss, calls = SFT.loss, iter(range(1, 100))
