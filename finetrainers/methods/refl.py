@@ -151,6 +151,7 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
                 error = caught
         collector.parallel.raise_if_any_failed(error, f"scoring the clips of rollout {rollout}")
         scores = Scores.in_order(collector.parallel.gather_objects(batch_scores))
+        collector.warn_unscored(rollout, scores)
         collector.shown.keep(jobs, videos, scores, collector.compare(scores))
         norms = [float(adjoint.norm()) for adjoint in adjoints.values()]
         stats = {

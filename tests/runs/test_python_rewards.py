@@ -191,3 +191,28 @@ def test_plain_noised_methods_start_from_different_noise(values: dict[str, Any])
         train(stated, prompts=["a"], rewards={"red": red})
     dry = load_config(**{**values, "method": "awm", "dry_run": True})
     assert train(dry, prompts=["a"], rewards={"red": red}).config.grpo.reward[0].name == "red"
+
+
+@pytest.mark.parametrize("method", ["grpo", "refl"])
+def test_rewards_without_any_score_are_named_and_leave_no_nan(
+    values: dict[str, Any], caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    class Silent(Reward):
+        differentiable = True
+
+        def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> dict[str, list[None]]:
+            return {"score": [None] * len(prompts)}
+
+        differentiate = score
+
+    values |= {"train_steps": 1, "method": method}
+    if method == "refl":
+        del values["num_generations"]
+    result = train(load_config(**values), prompts=["a ball", "a cat"], rewards={"silent": Silent})
+    warnings = [record.message for record in caplog.records if "silent" in record.message]
+    assert len(warnings) == 1
+    assert "rollout 0" in warnings[0]
+    text = (result.run_dir / "metrics.jsonl").read_text()
+    assert not {"NaN", "Infinity"} & set(text.replace(",", " ").split())
+    [record] = [record for record in result.metrics if "loss" in record or "failed_clips" in record]
+    assert record["failed_clips"] > 0

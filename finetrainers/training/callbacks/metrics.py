@@ -64,10 +64,11 @@ def _summary(kind: Summary, values: Sequence[float]) -> float:
 
 
 class MetricsFile(Callback):
-    """Writer of metrics.jsonl, which gets every record."""
+    """Writer of metrics.jsonl, which gets every record without NaN and infinities: JSON has none."""
 
     def on_log(self, state: TrainState, record: Record) -> None:
-        state.run_dir.metrics({"time": round(time.time(), 3), **record})
+        finite = {name: value for name, value in record.items() if math.isfinite(value)}
+        state.run_dir.metrics({"time": round(time.time(), 3), **finite})
 
 
 class RewardFiles(Callback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -30,6 +31,8 @@ from .batches import SharedInputs
 from .clip_counts import shared_rows, shares_starts
 from .sampler import Replay, Sampler, SharedStarts
 from .scoring import Scoring
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,7 @@ class RolloutCollector:
         self.parallel.raise_if_any_failed(error, f"scoring the clips of rollout {rollout}")
         scores = Scores.in_order(self.parallel.gather_objects(batch_scores))
         compared = self.compare(scores)
+        self.warn_unscored(rollout, scores)
         stats = {"rollout": float(rollout), **self._stats(scores, compared, spent), **self.witnesses.stats()}
         stats |= self._count_skipped(rollout, compared)
         self._keep(jobs, videos, scores, compared, stats)
@@ -224,6 +228,13 @@ class RolloutCollector:
     def decode(self, latents: Tensor) -> Tensor:
         """Return clips `[B, T, C, H, W]` in [0, 1] on the CPU, of complete latents; see `Sampler.clips`."""
         return self.source.decode(latents, self._vae_stats)
+
+    def warn_unscored(self, rollout: int, scores: Scores) -> None:
+        """Warn, on rank 0, if a reward has scored no clip of a rollout."""
+        names = [name for name, head in scores.heads.items() if not head.raw.isfinite().any()]
+        if names and self.parallel.is_main:
+            effect = ", so nothing is learned from it" if scores.failed.all() else ""
+            logger.warning("rollout %d: no clip has a score of %s%s", rollout, ", ".join(names), effect)
 
     def dummy_rollout(self) -> RolloutBatch:
         """Return the first rollout as if it had been sampled: its shapes, filled with zeros."""
@@ -333,7 +344,7 @@ def score_stats(scores: Scores, weights: Mapping[str, float]) -> dict[str, float
     for name, head in scores.heads.items():
         raw = head.raw[head.raw.isfinite()]
         stats[f"reward/{name}"] = raw.mean().item()
-        stats[f"reward_std/{name}"] = raw.std(correction=0).item()
+        stats[f"reward_std/{name}"] = raw.std(correction=0).item() if len(raw) else math.nan  # without torch's warning
         stats[f"reward_min/{name}"] = min(raw.tolist(), default=math.nan)
         stats[f"reward_max/{name}"] = max(raw.tolist(), default=math.nan)
         if len(raw) < len(head.raw):
