@@ -103,9 +103,31 @@ def _reset_modes(undo: contextlib.ExitStack) -> Iterator[str]:
     elif not torch.is_grad_enabled():
         yield "no_grad"
     undo.enter_context(torch.enable_grad())
-    for device_type in ("cpu", "cuda", "xpu"):
+    yield from _leave_autocast(undo)
+
+
+def _leave_autocast(undo: contextlib.ExitStack) -> Iterator[str]:
+    """Leave every autocast of the host program, even a disabled one, and yield the device types that it applied to.
+
+    Torch keeps cast weights until the outermost autocast ends: within one of the host, each step of a run would compute
+    with the weights of its first step.
+    """
+    import torch
+
+    depth = torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting() > 0:
+        pass
+    for _ in range(depth - 1):
+        undo.callback(torch.autocast_increment_nesting)
+    undo.callback(torch.clear_autocast_cache)
+    torch.clear_autocast_cache()
+    undo.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+    torch.set_autocast_cache_enabled(True)
+    for device_type in ("cpu", "cuda", "xpu", "mps"):
+        undo.callback(torch.set_autocast_dtype, device_type, torch.get_autocast_dtype(device_type))
         if torch.is_autocast_enabled(device_type):
-            undo.enter_context(torch.autocast(device_type, enabled=False))
+            undo.callback(torch.set_autocast_enabled, device_type, True)
+            torch.set_autocast_enabled(device_type, False)
             yield f"autocast on {device_type}"
 
 

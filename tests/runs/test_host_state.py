@@ -27,7 +27,9 @@ def global_state() -> dict[str, Any]:
         "device": torch.get_default_device(),
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
-        "autocast": [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
+        "autocast": [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda", "mps")],
+        "nesting": (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()),
+        "autocast cache": torch.is_autocast_cache_enabled(),
         "matmul": torch.get_float32_matmul_precision(),
         "precision": [p.fp32_precision for p in (torch.backends, cuda.matmul, cudnn, cudnn.conv, mkldnn,
                                                  mkldnn.matmul)],
@@ -123,6 +125,30 @@ class LeavesItsDtype(Callback):
 def losses(values: dict[str, Any], place: Path, *callbacks: Callback) -> list[float]:
     result = train(load_config(**values, output_dir=str(place)), callbacks=callbacks)
     return [record["loss"] for record in result.metrics if "loss" in record]
+
+
+def test_no_autocast_of_the_host_keeps_cast_weights(options: Callable[..., dict], tmp_path: Path) -> None:
+    """Torch frees weights that it has cast when the outermost autocast ends."""
+    values = options(train_steps=3, mixed_precision="bf16", lr=0.1)
+    del values["output_dir"]
+    expected = losses(values, tmp_path / "plain")
+    autocasts: dict[str, list[AbstractContextManager[Any]]] = {
+        "same": [torch.autocast("cpu", torch.bfloat16)],
+        "disabled": [torch.autocast("cpu", enabled=False)],
+        "others": [
+            torch.autocast("cpu", torch.float16, cache_enabled=False), torch.autocast("mps", torch.bfloat16),
+            torch.autocast("cuda", enabled=False),
+        ],
+    }  # fmt: skip
+    different = {}
+    for name, contexts in autocasts.items():
+        with contextlib.ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            before = global_state()
+            different[name] = losses(values, tmp_path / name)
+            assert global_state() == before
+    assert different == dict.fromkeys(autocasts, expected)
 
 
 def test_no_state_of_the_host_changes_a_run_or_is_changed_by_it(
