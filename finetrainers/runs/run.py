@@ -39,7 +39,7 @@ from finetrainers.utils.phases import CHECKPOINT, LOADING, phase
 from finetrainers.utils.progress import working
 from finetrainers.utils.train_log import train_log
 
-from .callbacks import check_gradient_hooks
+from .callbacks import check_gradient_hooks, hooks_of_user
 
 
 def run(
@@ -91,8 +91,8 @@ def run(
                 print_planned(checked)
             with phase(LOADING):
                 trainer = assemble(checked, parallel, watchdog, memory)
-            trainer.callbacks.extend(callbacks)
             state = failures.state = trainer.state
+            trainer.callbacks.extend(hooks_of_user(callbacks, state))
             watchdog.on_slow = partial(_note_slow, state)
             if parallel.is_main and (planned := planned_peaks(checked)):
                 state.run_dir.event("memory_planned", step=state.step, gib=planned)

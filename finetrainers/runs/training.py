@@ -53,11 +53,13 @@ class TrainResult:
         config: the configuration of the training, with `init_from` resolved.
         step: the last optimizer step; 0 after a dry run.
         stopped_by: the cause of a stop before the last step, with a checkpoint, or None if the run is finished.
+        finished_by: the reason that a callback gave for finishing before the last step, with results, or None.
     """
 
     config: TrainConfig
     step: int
     stopped_by: str | None = None
+    finished_by: str | None = None
 
     @classmethod
     def load(cls, run_dir: str | Path) -> TrainResult:
@@ -76,7 +78,9 @@ class TrainResult:
         if not ends:
             raise InputError(f"the last training of {root} is neither finished nor stopped; resume it", "not_found")
         config = load_config(root / "config.toml", output_dir=root)
-        return cls(config, step=ends[-1]["step"], stopped_by=ends[-1].get("by"))
+        finishes = [event.get("by") for event in events[last:] if event.get("event") == "finish_requested"]
+        finished_by = finishes[-1] if finishes and ends[-1]["event"] == "finished" else None
+        return cls(config, step=ends[-1]["step"], stopped_by=ends[-1].get("by"), finished_by=finished_by)
 
     def __fspath__(self) -> str:
         """Return the run directory, so that `sample`, `export` and `report` take results."""
@@ -255,7 +259,9 @@ def train(  # noqa: PLR0913, what only Python can give
             state = run(checked, handle_signals=handles, second_exits=False, callbacks=callbacks)
             if state is None:
                 return TrainResult(checked.config, step=0)
-            result = TrainResult(state.config, step=state.step, stopped_by=state.stopped_by)
+            result = TrainResult(
+                state.config, step=state.step, stopped_by=state.stopped_by, finished_by=state.finished_by
+            )
             if state.stopped_by is not None:
                 resume = f'load_config({str(result.run_dir / "config.toml")!r}, resume_from_checkpoint="latest")'
                 same = "".join(f", {name}=..." for name in dict.fromkeys(n.partition(".")[0] for n in parts.by_name))

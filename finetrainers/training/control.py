@@ -14,10 +14,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, NoneType
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.utils.exit_codes import killed_by
+from finetrainers.utils.failures import InputError
+from finetrainers.utils.text import nearest
 
 if TYPE_CHECKING:
     from finetrainers.parallel.strategy import Strategy
@@ -207,6 +209,20 @@ class Requests:
         self._run_dir = run_dir
         self._parallel = parallel
         self._files = ControlFiles(run_dir.root) if parallel.is_main else None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute.
+
+        Raises:
+            ValueError: there is no such request, or it is not a reason or a bool.
+        """
+        requests = {"stop": (str, NoneType), "finish": (str, NoneType), "save": (bool,), "sample": (bool,)}
+        if name in requests and not isinstance(value, requests[name]):
+            expected = "True or False" if bool in requests[name] else "the reason as a string"
+            raise InputError(f"requests.{name}: expected {expected}, got {value!r}")
+        if not (name in requests or name == "signals" or name.startswith("_")):
+            raise InputError(f"requests have no {name!r}{nearest(name, requests)}", "unknown")
+        super().__setattr__(name, value)
 
     def watched(self) -> AbstractContextManager[None]:
         """Watch for files within the block, which is the training."""

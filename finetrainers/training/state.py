@@ -88,7 +88,7 @@ class Sample:
     number: int
 
 
-@dataclass
+@dataclass(slots=True)  # so that a hook cannot set what nothing reads
 class TrainState:
     """State of a run: the network that it trains, its progress, and its records.
 

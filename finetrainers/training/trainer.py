@@ -166,7 +166,7 @@ class Trainer:
             state.watchdog.enter("step")
             probe_memory(state, accumulate_gradients)
         state.memory.begin_training()
-        state.wants_samples = any(type(each).on_samples is not Callback.on_samples for each in self.callbacks)
+        state.wants_samples |= any(type(each).on_samples is not Callback.on_samples for each in self.callbacks)
         state.watchdog.enter("sampling")
         self._call_samplers("on_start")
 
