@@ -151,9 +151,9 @@ def find_inputs(options: RawOptions, directory: Path) -> None:
 
 
 def take_options(options: RawOptions, document: Mapping[str, Any], locate: Locate) -> None:
-    """Add options that stand in their section's table, or flat at the top level."""
+    """Add options that stand in their section's table, or flat at the top level; values may be tables themselves."""
     for entry, value in document.items():
-        if not isinstance(value, Mapping):
+        if not isinstance(value, Mapping) or (not has_table(entry) and _is_option(entry)):
             _take_option(options, *split_name(entry), value, locate)
         elif entry == CHOSEN:
             for source, chosen in value.items():
@@ -167,6 +167,11 @@ def take_options(options: RawOptions, document: Mapping[str, Any], locate: Locat
             others = sections() if len(options.problems) < _MOST_SUGGESTIONS else ()
             message = "; ".join([f"unknown table [{entry}]{nearest(entry, others)}", *METHODS.broken])
             options.problems.append(Problem(locate(entry, None), message, "unknown"))
+
+
+def _is_option(name: str) -> bool:
+    """Return whether a name is an option's, of ours or of another trainer."""
+    return name.replace("-", "_") in fields() or name.replace("-", "_") in OTHER_NAMES
 
 
 def _take_option(options: RawOptions, table: str | None, name: str, value: Any, locate: Locate) -> None:

@@ -55,6 +55,18 @@ def test_a_configuration_or_a_dictionary_is_a_source_like_a_file():
         load_config(config, rnk=8, lr="much")
 
 
+@pytest.mark.parametrize("text", ["{} = {{image_head = 0.2, last = 0.1}}", "[{}]\nimage_head = 0.2\nlast = 0.1"])
+@pytest.mark.parametrize("name", ["frame_conditioning", "mask_ratios", "frame-conditioning"])
+def test_options_with_tables_as_values_may_stand_at_the_top(name, text, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(text.format(name))
+    values = {"image_head": 0.2, "last": 0.1}
+    for config in (load_config(file, **BASE), load_config(BASE, **{name: values}), load_config({**BASE, name: values})):
+        assert config.plain()["frame_conditioning"] == "first=0.2,last=0.1"
+    with refused_options(("rank", "invalid"), ("lora", "unknown"), ("other", "unknown")):
+        load_config(BASE, rank={"a": 1}, lora={"rank": 1}, other={"rank": 1})
+
+
 @pytest.mark.parametrize(
     "name", ["ltx_video/grpo_lora", "ltx_video/grpo_lora.toml", "examples/ltx_video/grpo_lora.toml"]
 )
