@@ -57,7 +57,8 @@ def test_the_published_script(monkeypatch, caplog):
         config, _ = parse_flags([*FLAGS, "--training_type", "full-finetune", *DANCEGRPO])
     expected = {
         "prompts_per_step": 32, "num_generations": 24, "best_of_n": 8, "updates_per_rollout": 2, "train_steps": 404,
-        "checkpointing_steps": 100, "grpo_preset": "dancegrpo", "window_size": 0, "clip_range": 1e-4,
+        "checkpointing_steps": 100, "checkpointing_limit": 3, "grpo_preset": "dancegrpo", "window_size": 0,
+        "clip_range": 1e-4,
         "reward_combination": "separate", "validation_steps": None, "rollout_size": (53, 480, 480), "lr": 1e-5,
         "seed": 42, "reward_fps": 8.0,
         "init_same_noise": True, "gradient_checkpointing": True, "gradient_accumulation_steps": 1, "vae_id": None,
@@ -75,7 +76,7 @@ def test_the_published_script(monkeypatch, caplog):
     assert " --grpo_preset dancegrpo " in said
     assert "--max_train_steps 202 and --checkpointing_steps 50 " in said
     assert "of 2 optimizer steps" in said
-    for flag in ("model_type", "validation_prompt_dir", "validation_sampling_steps", "checkpoints_total_limit",
+    for flag in ("model_type", "validation_prompt_dir", "validation_sampling_steps",
                  "ema_start_step", "log_validation", "validation_steps"):  # fmt: skip
         assert f"\n  --{flag} " in said
     assert len(caplog.messages) == 4  # and the seed of the prompts
