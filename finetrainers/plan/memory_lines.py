@@ -104,7 +104,10 @@ def fit_lines(memory: RunMemory, plan: RunPlan, gpu: Gpu, advice: Advice | None)
     lines = [f"it {'fits' if is_small else 'does not fit'} {gpu}: {size} are needed"]
     if is_small and warning is None:
         return lines
-    lines += [] if warning is None else [f"it does not fit the machine: {warning}"]
+    lines += [] if warning is None else [f"it does not fit the host memory: {warning}"]
+    if advice is None and is_small:
+        more = "`finetrainers estimate --host SIZE` plans for a machine with more host memory"
+        return [*lines, f"no set of options fits both the GPU and the host memory; {more}"]
     if advice is None:
         return [*lines[:-1], *advice_lines(None, lines[-1], memory.other_remedies(plan))]
     budget = gpu.name.replace(" G", "G").replace(" ", "-")

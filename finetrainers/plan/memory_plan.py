@@ -37,7 +37,7 @@ from finetrainers.parallel.sharding import expected_split, with_launcher
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.host_memory import read_host_memory
 from finetrainers.utils.launch import launched_processes, local_world_size
-from finetrainers.utils.phases import LOADING, label
+from finetrainers.utils.phases import ENCODING_CLIPS, LOADING, label
 from finetrainers.utils.text import file_size
 
 from .chosen import is_open
@@ -203,9 +203,12 @@ class RunMemory:
             needed = max(needed, plan.local_processes * max(phases))
         if needed <= usable_host(self.host):
             return None
+        decodes = ENCODING_CLIPS in plan.host and (
+            not config.data.precompute_conditions or plan.host[ENCODING_CLIPS] == max(plan.host.values())
+        )
         remedies = {
             "fewer processes on the machine": plan.local_processes > 1,
-            "a smaller --dataloader_num_workers": config.dataloader.dataloader_num_workers > 0,
+            "a smaller --dataloader_num_workers": config.dataloader.dataloader_num_workers > 0 and decodes,
             "a smaller --blocks_to_swap": plan.step.swap.host > 0,
             "--activation_memory checkpoint": plan.step.offloaded > 0,
             "a machine with more memory": True,

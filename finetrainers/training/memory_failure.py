@@ -16,6 +16,7 @@ from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import with_reserve
 from finetrainers.memory.recorder import MemoryRecorder
 from finetrainers.memory.swap_plan import NUM_SLOTS
+from finetrainers.methods.registry import method_spec
 from finetrainers.plan.memory_lines import advice_lines
 from finetrainers.plan.memory_plan import run_memory
 from finetrainers.plan.preflight import ResolvedRun
@@ -217,6 +218,7 @@ def suggest_change(config: TrainConfig, phase: str | None, *, on_host: bool = Fa
         on_host: whether the host's memory ran out.
     """
     workers = config.dataloader.dataloader_num_workers
+    workers = 0 if "dataloader_num_workers" in method_spec(config).unread else workers
     if on_host and phase is None and workers > 1:
         return f"--dataloader_num_workers {workers // 2} (fewer clips are decoded at once)"
     swapped = config.memory.blocks_to_swap

@@ -83,7 +83,7 @@ def quiet_libraries() -> Iterator[None]:
     """Let libraries log errors only within the block: no missing optional packages, deprecations, or loading bars.
 
     Downloads still have bars on a terminal. Afterwards levels, filters and bars are restored. Imports transformers and
-    diffusers, since they log on import. FINETRAINERS_LOG_LEVEL=DEBUG changes nothing.
+    diffusers, since they log on import. FINETRAINERS_LOG_LEVEL=DEBUG shows their other warnings.
     """
     with contextlib.ExitStack() as undo:
         undo.enter_context(warnings.catch_warnings())
@@ -98,13 +98,12 @@ def _level() -> str:
 
 def _quiet_chatter(undo: contextlib.ExitStack) -> None:
     """Disable the messages that libraries log on import; imports none of them."""
-    if _level() == "DEBUG":
-        return
-    for category in (FutureWarning, DeprecationWarning):
-        warnings.simplefilter("ignore", category)
-    warnings.filterwarnings("ignore", module="huggingface_hub")
-    for message in _NO_NEWS:
-        warnings.filterwarnings("ignore", message=message)
+    if _level() != "DEBUG":
+        for category in (FutureWarning, DeprecationWarning):
+            warnings.simplefilter("ignore", category)
+        warnings.filterwarnings("ignore", module="huggingface_hub")
+        for message in _NO_NEWS:
+            warnings.filterwarnings("ignore", message=message)
     for name in _CHATTER:
         _raise_level(logging.getLogger(name), undo)
     # DeepSpeed resets its logger's level on import, but not its filters. transformers warns on import of a class.
@@ -121,8 +120,6 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 def _quiet_loading(undo: contextlib.ExitStack) -> None:
     """Disable messages and bars of the libraries that load models; download bars stay on terminals."""
-    if _level() == "DEBUG":
-        return
     from .progress import working  # not before rich is needed: every command imports this module
 
     with working("importing torch and diffusers"):
@@ -138,7 +135,7 @@ def _quiet_loading(undo: contextlib.ExitStack) -> None:
         if bars.is_progress_bar_enabled():
             bars.disable_progress_bar()
             undo.callback(bars.enable_progress_bar)
-        if f"{library.__name__.upper()}_VERBOSITY" not in os.environ:
+        if f"{library.__name__.upper()}_VERBOSITY" not in os.environ and _level() != "DEBUG":
             _raise_level(logging.getLogger(library.__name__), undo)
     if downloads and sys.stderr.isatty():
         enable_progress_bars()

@@ -6,6 +6,7 @@ a fork.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,9 @@ def test_published_command_trains(family, tiny_repo, tmp_path, python):
         result = python(*json.loads((tmp_path / "arguments.json").read_text()))
         assert result.wait() == 0, result.stderr
     assert "unknown flag" not in result.stderr, result.stderr
+    if "WRITE_TO" not in environment:  # FINETRAINERS_LOG_LEVEL=DEBUG is for our messages, and libraries say nothing
+        levels = re.findall(r"^(?:WARNING (?!finetrainers)|W\d{4} |Unable to |Loading weights).*", result.stderr, re.M)
+        assert levels == []
     assert (output / "pytorch_lora_weights.safetensors").is_file(), result.stdout + result.stderr
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "loss" in record] == [1, 2]

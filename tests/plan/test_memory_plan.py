@@ -345,6 +345,31 @@ def test_host_memory_decides_too(checked: Callable[..., ResolvedRun]) -> None:
     assert "--host 64GB" in "\n".join(fit_lines(large, large.plan(), read_gpu("0.001"), None))
 
 
+def test_a_run_that_fits_the_gpu_alone_lacks_host_memory(checked: Callable[..., ResolvedRun]) -> None:
+    """The advice is about the host, and not about the GPU."""
+    memory = RunMemory(checked(precompute_conditions=True, dataloader_num_workers=4), gpu_gib=24, host_gib=0.1)
+    fitting, short, way_out = fit_lines(memory, memory.plan(), read_gpu("24GB"), None)
+    assert fitting.startswith("it fits 24 GB ")
+    assert "host memory" in short
+    assert "--host" in way_out
+    assert not any(remedy in way_out for remedy in memory.other_remedies(memory.plan()))
+
+
+@pytest.mark.parametrize(
+    ("options", "helps"),
+    [
+        ({}, True),
+        ({"precompute_conditions": True}, True),
+        ({"family": "hunyuan_video", "method": "grpo", "rollout_size": "17x128x128", "reward": ["brightness"]}, False),
+    ],
+)
+def test_fewer_workers_are_a_remedy_where_they_decode(
+    options: dict[str, Any], helps: bool, checked: Callable[..., ResolvedRun]
+) -> None:
+    memory = RunMemory(checked(dataloader_num_workers=4, **options), gpu_gib=24, host_gib=0.1)
+    assert ("--dataloader_num_workers" in str(memory.host_problem(memory.plan()))) == helps
+
+
 def test_the_network_is_built_once(
     checked: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

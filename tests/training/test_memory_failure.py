@@ -171,6 +171,15 @@ def test_memory_of_the_host_has_other_settings(changes: dict[str, Any], name: st
     assert not first_option(suggest_change(config, name)).startswith(expected)
 
 
+@pytest.mark.parametrize(("method", "helps"), [("sft", True), ("dpo", True), ("grpo", False)])
+def test_fewer_workers_are_suggested_where_there_are_any(method: str, helps: bool) -> None:
+    """Reward finetuning reads no clips."""
+    config = load_config(
+        model_name="ltx_video", pretrained_model_name_or_path="somewhere", method=method, dataloader_num_workers=8
+    )
+    assert ("--dataloader_num_workers" in suggest_change(config, None, on_host=True)) == helps
+
+
 def test_every_phase_has_a_setting() -> None:
     config = load_config(model_name="ltx_video", pretrained_model_name_or_path="somewhere")
     assert all(suggest_change(config, name, on_host=True).find("--") >= 0 for name in (*PHASES, None))

@@ -294,6 +294,12 @@ def _check_activation_memory(memory: MemorySection) -> Iterator[Finding]:
             "them",
             "conflict",
         )
+    share = memory.selective_checkpointing
+    if memory.activation_memory not in ("none", "auto") and share is not None and share < 0.5:
+        yield (
+            f"--selective_checkpointing {share:g} leaves {1 - share:.0%} of the blocks with all their activations: a "
+            "smaller share takes more memory, and 1 the least"
+        )
     if memory.activation_memory != "none":
         return
     for other in ("gradient_checkpointing", "selective_checkpointing"):
