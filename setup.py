@@ -18,7 +18,7 @@ TEST = [
     *OPTIMIZERS,
     *DEMO,
     *DOCS,
-    "decord==0.6.0; platform_machine == 'x86_64'",
+    "decord==0.6.0; sys_platform == 'linux' and platform_machine == 'x86_64'",
     "datasets==5.2.0",
     *DEEPSPEED,
     "nbclient==0.11.0",
@@ -51,7 +51,12 @@ class BuildWithShared(build_py):
         if not self.editable_mode:
             for name in SHARED:
                 target = Path(self.build_lib) / "finetrainers" / name
-                shutil.copytree(name, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    name,
+                    target,
+                    dirs_exist_ok=True,
+                    ignore=shutil.ignore_patterns("__pycache__", "train.sh", "grpo.sh"),
+                )
 
 
 setup(

@@ -32,9 +32,8 @@ _EXAMPLES = """examples:
   finetrainers train --help                       the options most people set
   finetrainers COMMAND --help                     more on any command
 
-Several GPUs:
-  accelerate launch --config_file accelerate_configs/ddp.yaml train.py \\
-      --config run.toml
+Several GPUs, here 2:
+  accelerate launch --num_processes 2 -m finetrainers train --config run.toml
 """
 #: Advice, and the command names that it is for.
 _INSTEAD = {

@@ -15,7 +15,7 @@ from finetrainers.utils.reading import read_text
 
 from .errors import ConfigError, Problem
 from .methods import METHODS
-from .names import INSTEAD, SAME, other_names, suggest_option
+from .names import DEPENDENT, INSTEAD, SAME, other_names, suggest_option
 from .presets import budget_text
 from .root import TrainConfig, fields, has_table, readers, sections
 from .shape import choices, is_list, is_switch, kind, value_text
@@ -59,7 +59,8 @@ class Guide:
 
 
 TRAIN = Guide(
-    "Finetune a video diffusion model. Options come from --config FILE.toml and from flags, which override the file.",
+    "Finetune a video diffusion model. Options come from --config FILE.toml and from flags, which override the file."
+    "\n\nSeveral GPUs: accelerate launch --num_processes 8 -m finetrainers train ...",
     (
         "--pretrained_model_name_or_path MODEL --data_root clips \\\n      --output_dir runs/first",
         "--config run.toml --lr 5e-5",
@@ -133,7 +134,7 @@ def help_text(prog: str, word: str | None, *, guide: Guide = TRAIN) -> str:
         groups = guide.common if word is None else names_by_section
     else:
         parser.usage = argparse.SUPPRESS
-        parser.description = _wrapped(INSTEAD.get(name, ""))
+        parser.description = _wrapped((DEPENDENT | INSTEAD).get(name, ""))
         groups = {name: names_by_section[name]} if name in names_by_section else _by_section(_matching_options(name))
         if not groups and not parser.description:
             nothing = f"unknown option or section {name!r}; sections: {' '.join(names_by_section)}"
@@ -158,7 +159,9 @@ def _recipes_text() -> str:
         lines.append(textwrap.fill(title, columns, subsequent_indent=" " * (width + 2)))
     return "\n".join([
         f"Recipes for --config, by name; README.md in {SHARED / 'examples'} describes them:", "", *lines, "",
-        f"Files for `accelerate launch --config_file` are in {SHARED / 'accelerate_configs'}.", "",
+        f"Files for `accelerate launch --config_file` are in {SHARED / 'accelerate_configs'}. Two GPUs, from anywhere:",
+        f"  accelerate launch --config_file {SHARED / 'accelerate_configs' / 'ddp.yaml'} --num_processes 2 \\",
+        "      -m finetrainers train --config run.toml", "",
     ])  # fmt: skip
 
 
@@ -167,15 +170,18 @@ def _wrapped(text: str) -> str:
 
 
 def _matching_options(word: str) -> list[str]:
-    """Return the options that match a word: by name, another trainer's name, part of the name, help text, or a typo."""
+    """Return the options that match a word: by name, another trainer's, part of it, a value, help text, or a typo."""
     if word in fields():
         return [word]
     if word in SAME:
         return [SAME[word]]
-    if word in INSTEAD:
-        return [name for name in dict.fromkeys(re.findall(r"--(\w+)", INSTEAD[word])) if name in fields()]
+    if (advice := (DEPENDENT | INSTEAD).get(word)) is not None:
+        return [name for name in dict.fromkeys(re.findall(r"--(\w+)", advice)) if name in fields()]
     pattern = re.compile(rf"\b{re.escape(word.replace('_', ' '))}", re.IGNORECASE)
-    matches = [name for name, o in fields().items() if word in name or pattern.search(o.field.description or "")]
+    matches = [
+        name for name, o in fields().items()
+        if word in name or word in choices(o.field.annotation) or pattern.search(o.field.description or "")
+    ]  # fmt: skip
     suggestion = None if matches else suggest_option(word, fields())
     return matches if suggestion is None else [suggestion]
 

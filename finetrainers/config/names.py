@@ -98,9 +98,17 @@ _SAME = {
 }
 #: Names that mean the same as one of ours, including those of our own earlier versions, to our name.
 SAME = invert_groups(_SAME) | former_names()
-#: Names whose meaning depends on other options: Open-Sora's, those of later releases of these scripts, and ours of
-#: earlier versions, when DiffusionNFT was `--method grpo --rl_algorithm nft`.
-DEPENDENT = ("start_from_scratch", "rl_algorithm", "attn_provider_inference", "rollout_gradients")
+#: Names whose meaning depends on other options, with advice on each: Open-Sora's, diffusion-pipe's, those of later
+#: releases of these scripts, and ours of earlier versions, when DiffusionNFT was `--method grpo --rl_algorithm nft`.
+DEPENDENT = {
+    "start_from_scratch": "--reset data begins the data again in a run that --resume_from_checkpoint continues",
+    "framepack": "cuts clips into sliding windows of --sliding_window_size (--framepack_window_size) frames, each "
+    "trained as a separate clip, without FramePack's compression of earlier frames; --sliding_window_stride spaces "
+    "them, and --sliding_window_batching clip trains all windows of a clip in one step",
+    "rl_algorithm": "algorithms are methods: --method nft",
+    "attn_provider_inference": "samples use the attention backend of training, --attn_backend",
+    "rollout_gradients": "was removed, as shared starts (--init_same_noise) save more",
+}
 
 #: Advice, and the names without an option here that it is for.
 _INSTEAD = {
@@ -333,6 +341,7 @@ def translate_names(source: RawOptions, *, others: Container[str]) -> None:
 def translate_dependent(options: RawOptions) -> None:
     """Replace the names of `DEPENDENT`, when the options of all places are known."""
     _translate_sampled(options)
+    _translate_framepack(options)
     values, where = options.values, options.where
     scratch, method = values.get("start_from_scratch"), values.get("method")
     algorithm, gradients = values.pop("rl_algorithm", None), values.pop("rollout_gradients", None)
@@ -366,6 +375,24 @@ def translate_dependent(options: RawOptions) -> None:
         options.notes.append(f"{where['rl_algorithm']} nft is now --method nft")
     elif algorithm == "nft" and method != "nft":
         options.refuse("rl_algorithm", "nft is a separate method; set --method nft, or remove it", kind="conflict")
+
+
+def _translate_framepack(options: RawOptions) -> None:
+    """Require the size of the windows that `framepack` turns on, or none where it turns them off."""
+    value, size = options.values.pop("framepack", None), options.values.get("sliding_window_size")
+    is_on = str(value).lower()
+    if is_on not in ("none", "true", "false"):
+        options.refuse("framepack", f"must be true or false, got {value!r}")
+    elif is_on == "true" and size is None:
+        message = "requires the frames of a window: set --sliding_window_size (--framepack_window_size), for example 33"
+        options.refuse("framepack", message, "sliding_window_size", kind="required")
+    elif is_on == "true":
+        place = options.where["framepack"]
+        label = place if place.lstrip("-") == "framepack" else f"{place}: framepack"
+        options.notes.append(f"{label} {DEPENDENT['framepack']}")
+    elif is_on == "false" and size is not None:
+        message = f"is false, but {options.where['sliding_window_size']} cuts windows; remove one of them"
+        options.refuse("framepack", message, kind="conflict")
 
 
 def _translate_sampled(options: RawOptions) -> None:

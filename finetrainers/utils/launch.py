@@ -25,6 +25,19 @@ _COUNTS = {
 _ZERO_STAGES = ("0", "1", "2", "3")
 _PRECISIONS = ("no", "fp16", "bf16")
 _FIRST_PRINTS_S = 10.0
+_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+#: World sizes of mpirun.
+_MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_USE_TORCHRUN = (
+    "use `torchrun --nproc_per_node N train.py ...`, or `accelerate launch --config_file accelerate_configs/ddp.yaml "
+    "--num_processes N train.py ...`, on CPUs too"
+)
+#: Reasons for `_lone_process_problems`, by variable.
+_SINGLE = {
+    "MASTER_PORT": "`accelerate launch` was asked for several processes and started one, as it does with --cpu and "
+    "where it finds fewer than two GPUs (or unset MASTER_PORT)",
+    **dict.fromkeys(_MPI_SIZES, "mpirun started several processes, and each would train alone"),
+}
 
 
 def launch_problems(
@@ -48,6 +61,7 @@ def launch_problems(
                 f"must be a whole number of at least {minimum}, got {environment[name]!r}; unset it, or launch again"
             )
             problems.append((name, message, "invalid"))
+    problems += _lone_process_problems(environment) if joining else []
     if not problems:
         if numbers["RANK"] >= numbers["WORLD_SIZE"]:
             message = f"{numbers['RANK']} must be below {numbers['WORLD_SIZE']} (WORLD_SIZE)"
@@ -70,6 +84,19 @@ def launch_problems(
         message = f"must be one of {', '.join(_PRECISIONS)}, got {precision!r}; it is set in the launcher's file"
         problems.append(("ACCELERATE_MIXED_PRECISION", message, "unknown"))
     return problems
+
+
+def _lone_process_problems(environment: Mapping[str, str]) -> list[tuple[str, str, Kind]]:
+    """Return a problem if several processes were requested and this one would train alone.
+
+    accelerate starts one process without a message where it would need mpirun or several GPUs, and sets an address.
+    """
+    if environment.get("WORLD_SIZE"):
+        return []
+    names = [name for name in _MPI_SIZES if environment.get(name, "1") not in ("", "1")][:1]
+    if not names and all(environment.get(name) for name in ("ACCELERATE_MIXED_PRECISION", *_ADDRESS)):
+        names = ["MASTER_PORT"]
+    return [(name, f"{_SINGLE[name]}; {_USE_TORCHRUN}", "conflict") for name in names]
 
 
 def _stage_message(stage: str) -> str:

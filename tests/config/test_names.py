@@ -11,9 +11,10 @@ import pytest
 from finetrainers.config.dialects import aliases
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.flags import is_secret, parse_flags
+from finetrainers.config.help import help_text
 from finetrainers.config.load import dump_toml, load_config
 from finetrainers.config.names import DEPENDENT, INSTEAD, SAME, VALUES, suggest_option, unknown_option
-from finetrainers.config.root import fields
+from finetrainers.config.root import fields, former_names
 from finetrainers.config.shape import choices
 from finetrainers.rundir.run_dir import without_secrets
 
@@ -31,8 +32,8 @@ def test_the_tables_name_options_that_exist_and_no_name_twice():
     assert not SAME.keys() & INSTEAD.keys()
     assert not (SAME.keys() | INSTEAD.keys()) & {*fields(), *DEPENDENT}
     assert set(SAME.values()) <= fields().keys()
-    for sentence in INSTEAD.values():
-        assert set(re.findall(r"--(\w+)", sentence)) <= {*fields(), "config"}, sentence
+    for sentence in (*INSTEAD.values(), *DEPENDENT.values()):
+        assert set(re.findall(r"--(\w+)", sentence)) <= {*fields(), *former_names(), "config"}, sentence
     for option, values in VALUES.items():
         assert set(values.values()) <= set(choices(fields()[option].field.annotation))
     assert len(SAME) + len(INSTEAD) > 200
@@ -80,6 +81,36 @@ def test_what_is_accepted_is_said_once(caplog, tmp_path):
     assert notes[0].startswith(f"network_dim ({file}:2) as rank; ")
     assert notes[0].endswith(" --lora_alpha 64")
     assert notes[1:] == ["--learning_rate as --lr, --max_steps as --train_steps"]
+
+
+def test_framepack_turns_windows_on(tmp_path, caplog):
+    windows = ("--framepack_window_size", "33", "--framepack_window_stride", "4")
+    with caplog.at_level(logging.WARNING, logger="finetrainers"):
+        config, _ = parse_flags([*FLAGS, "--framepack", *windows])
+    assert (config.data.sliding_window_size, config.data.sliding_window_stride) == (33, 4)
+    assert caplog.messages[-1].startswith("--framepack cuts ")
+    assert load_config(BASE, framepack=False).data.sliding_window_size is None
+    file = tmp_path / "run.toml"
+    file.write_text("[data]\nframepack = true\n")
+    config, _ = parse_flags([*FLAGS, "--config", str(file), *windows])
+    assert config.data.sliding_window_size == 33
+    assert caplog.messages[-1].startswith(f"{file}:2: framepack cuts ")
+    for given, kind in (([], "required"), (["false", *windows], "conflict"), (["maybe", *windows], "invalid")):
+        [problem] = problems("--framepack", *given)
+        assert (problem.where, problem.kind) == ("--framepack", kind)
+
+
+@pytest.mark.parametrize(
+    ("word", "options"),
+    [
+        ("framepack", ["sliding_window_size", "sliding_window_stride", "sliding_window_batching"]),
+        ("decord", ["video_backend"]),
+        ("wandb", ["report_to"]),
+        ("rl_algorithm", ["method"]),
+    ],
+)
+def test_help_finds_values_and_names_that_depend_on_others(word, options):
+    assert re.findall(r"^  --(\w+)", help_text("train", word), re.MULTILINE) == options
 
 
 def test_flags_win_over_the_file_by_whatever_name(tmp_path):

@@ -140,7 +140,7 @@ def as_python(name: str, arguments: list[str], environment: dict[str, str]) -> l
         return arguments
     if name == "finetrainers":
         return ["-m", "finetrainers", *arguments]
-    start = arguments.index("-m") if "-m" in arguments else arguments.index("train.py")
+    start = next(n for n, word in enumerate(arguments) if word == "-m" or word.rpartition("/")[2] == "train.py")
     options, program = arguments[:start], arguments[start:]
     if "--config_file" in options:
         assert (ROOT / options[options.index("--config_file") + 1]).is_file()

@@ -24,6 +24,7 @@ from finetrainers.config.document import configuration_page
 from finetrainers.config.flags import flat_flag, parse_flags, read_flags
 from finetrainers.config.given import RawOptions
 from finetrainers.config.load import load_config
+from finetrainers.config.names import DEPENDENT, SAME
 from finetrainers.config.presets import budget_table, preset_tables
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sections import AUTO, DataSection
@@ -70,6 +71,7 @@ LEGACY_FLAGS = _LEGACY.split()
 FOREIGN_FLAGS = {
     "anchored.strength",  # of the package that a page builds
 } | {"config_file", "num_processes", "num_machines", "gpu_ids", "check", "extra", "each"} | {
+    "cpu",  # of accelerate
     "nodes", "gpus", "time", "signal", "requeue", "num",  # of sbatch and sky, as far as their first hyphen
     "env", "secret",  # of sky
     "build", "init", "shm", "stop", "network", "device", "ulimit",  # of docker
@@ -233,9 +235,9 @@ def command_flags(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_mentioned_flags_exist(page: Path) -> None:
-    """Every `--flag` in a page is one of ours; only the list of other versions' flags is left out."""
+    """Every `--flag` in a page is accepted; only the list of other versions' flags is left out."""
     text = page.read_text(encoding="utf-8").partition("## Flags of later releases")[0]
-    ours = {"config", "list_models", *command_flags(_parser()), *fields()}
+    ours = {"config", "list_models", *command_flags(_parser()), *fields(), *SAME, *DEPENDENT}
     if page.name == "dancegrpo.md":  # it is about another program's flags, which are accepted
         ours |= FOREIGN.keys()
     flags = re.findall(r"(?<![\w-])--[a-z][a-z0-9_.]*", text)  # perhaps with the table in front: --grpo.eta

@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 import torch
 from diffusers import HunyuanVideoTransformer3DModel
+from packaging.requirements import Requirement
 from PIL import Image
+from real_process import Python
 
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import load_config
@@ -32,6 +34,8 @@ from finetrainers.plan.preflight import ResolvedRun, preflight
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TOMLS = sorted(EXAMPLES.glob("*/*.toml"))
+#: Launch scripts of each family, by the beginning of its recipe's name.
+SCRIPTS = {"train": "lora", "grpo": "grpo"}
 
 #: DanceGRPO on HunyuanVideo: GPUs and machines of each recipe, and clips of an optimizer step.
 DANCE = {
@@ -78,13 +82,13 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def published_flags(script: Path, bin_dir: Path) -> TrainConfig:
-    """The configuration of a published script, by a stand-in for `accelerate` that writes its arguments down."""
+def published_flags(script: Path, bin_dir: Path, *flags: str) -> TrainConfig:
+    """The configuration of a script with these flags, by a stand-in for `accelerate` that writes its arguments down."""
     written, stand_in = bin_dir / "argv.json", bin_dir / "accelerate"
     stand_in.write_text(f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open({str(written)!r}, 'w'))\n")
     stand_in.chmod(0o755)
     path = f"{bin_dir}{os.pathsep}{os.environ['PATH']}"
-    subprocess.run(["bash", str(script)], cwd=ROOT, env={**os.environ, "PATH": path}, check=True)
+    subprocess.run(["bash", str(script), *flags], cwd=ROOT, env={**os.environ, "PATH": path}, check=True)
     return parsed(["accelerate", *json.loads(written.read_text())])
 
 
@@ -98,7 +102,8 @@ def launch_lines(recipe: Path) -> list[list[str]]:
 
 def parsed(words: list[str]) -> TrainConfig:
     """The configuration that a launch line gives to training; the launcher's configuration must be one of ours."""
-    start = next(words.index(word) for word in ("train", "train.py", "examples/cluster/node.sh") if word in words)
+    starts = ("train", "train.py", f"{ROOT}/train.py", "examples/cluster/node.sh")
+    start = next(words.index(word) for word in starts if word in words)
     if "--config_file" in words[:start]:
         assert (ROOT / words[words.index("--config_file") + 1]).is_file()
     config, _ = parse_flags(words[start + 1 :])
@@ -145,7 +150,39 @@ def test_every_family_has_each_kind_of_recipe() -> None:
 
 def test_every_example_is_listed() -> None:
     text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    assert [example_id(path) for path in TOMLS if f"({example_id(path)})" not in text] == []
+    listed = [*TOMLS, *(path for name in SCRIPTS for path in EXAMPLES.glob(f"*/{name}.sh"))]
+    assert [example_id(path) for path in listed if f"({example_id(path)})" not in text] == []
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_launch_a_recipe_of_their_family(name: str, tmp_path: Path) -> None:
+    for family in sorted({path.parent.name for path in TOMLS} & families().keys()):
+        script = EXAMPLES / family / f"{name}.sh"
+        named = re.findall(r"[(/](\w\S*\.toml)\b", script.read_text(encoding="ascii"))
+        [recipe] = {file.rpartition("/")[2] for file in named}
+        assert recipe.startswith(SCRIPTS[name]), script
+        config = published_flags(script, tmp_path, "--lr", "0.5")
+        assert config.flat() == {**load_config(script.with_name(recipe)).flat(), "lr": 0.5}, script
+        assert config.model.model_name == family
+
+
+@pytest.mark.rotating
+def test_a_script_trains_on_two_processes(
+    clips: Path, tiny_repo: Callable[..., Path], tmp_path: Path, python: Python
+) -> None:
+    """By the real launcher, from another directory."""
+    flags = {
+        "data_root": clips, "pretrained_model_name_or_path": tiny_repo("ltx_video"), "output_dir": "run",
+        "train_steps": 1, "video_resolution_buckets": "9x32x64", "validation_prompts": "a fox@@@9x32x64",
+        "validation_inference_steps": 2,
+    }  # fmt: skip
+    script = [str(EXAMPLES / "ltx_video" / "train.sh"), *(f"--{name}={value}" for name, value in flags.items())]
+    with python.stand_ins("accelerate", "-m", "accelerate.commands.accelerate_cli") as stand_ins:
+        env = {**os.environ, **stand_ins, "NUM_GPUS": "2", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(["bash", *script], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 processes (DDP)" in done.stdout
+    assert (tmp_path / "run" / "pytorch_lora_weights.safetensors").is_file()
 
 
 @pytest.mark.parametrize("recipe", TOMLS, ids=example_id)
@@ -329,6 +366,10 @@ def test_published_ltx_command_is_read_as_it_was_meant(tmp_path: Path) -> None:
     assert prompts[2].startswith("BW_STYLE A panda,")
     assert config.run.report_to == ["wandb"]
     assert config.run.nccl_timeout == 1800
+    requirements = [Requirement(line) for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    installed = {needed.name: needed.marker for needed in requirements}
+    assert set(config.run.report_to) <= installed.keys()
+    assert str(installed["decord"]) == 'sys_platform == "linux" and platform_machine == "x86_64"', "has no other wheels"
 
 
 def test_published_hunyuan_command_is_read_as_it_was_meant(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ TORCHRUN = {
         {"WORLD_SIZE": ""},
         {"ACCELERATE_MIXED_PRECISION": "bf16"},
         {"LOCAL_RANK": "-1"},
+        {"MASTER_ADDR": "a", "MASTER_PORT": "29500"},  # of a cluster's shell
+        TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "bf16", "OMPI_COMM_WORLD_SIZE": "2"},
     ],
 )
 def test_what_launchers_set_is_right(environment, monkeypatch):
@@ -112,6 +114,13 @@ def test_a_refusal_is_printed_by_the_first_process_and_the_others_wait_for_it(co
             ("no, fp16, bf16", "'bogus'"),
         ),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "ACCELERATE_MIXED_PRECISION", "unknown", ("'fp8'",)),
+        (  # `accelerate launch --cpu --num_processes 2`
+            {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+            "MASTER_PORT",
+            "conflict",
+            ("`accelerate launch`", "--cpu", "torchrun --nproc_per_node"),
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE", "conflict", ("mpirun", "torchrun")),
         ({"LOCAL_SIZE": "abc"}, "LOCAL_SIZE", "invalid", ("1", "'abc'")),
         ({"PARALLELISM_CONFIG_TP_SIZE": "x"}, "PARALLELISM_CONFIG_TP_SIZE", "invalid", ("1", "'x'")),
         (

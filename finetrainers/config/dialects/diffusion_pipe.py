@@ -293,17 +293,9 @@ class _Translation:
             self.note("model.transformer_path", f"{message}, which has the configs, the tokenizers and the scheduler")
 
     def _windows(self) -> None:
-        is_framepack, has_size = self.external.get("model.framepack"), "model.framepack_window_size" in self.external
-        if is_framepack and not has_size:
-            self.refuse("model.framepack", "requires framepack_window_size, the frames of a window", "required")
-        elif is_framepack:
-            self.note(
-                "model.framepack",
-                "clips are cut into sliding windows, each trained as a separate clip, without FramePack's "
-                "compression of earlier frames; --sliding_window_batching clip trains all windows of a clip in one "
-                "step",
-            )
-        elif has_size:
+        if self.external.get("model.framepack"):
+            self.put("model.framepack", "framepack", True)
+        elif "model.framepack_window_size" in self.external:
             self.options.values.pop("sliding_window_size", None)
             self.note("model.framepack_window_size", "has no effect without framepack = true")
 

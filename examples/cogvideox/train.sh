@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# LoRA of CogVideoX-2b on your clips (lora_2b.toml), one process per GPU. Flags override the recipe.
+#   NUM_GPUS=2 bash examples/cogvideox/train.sh --data_root my_clips --output_dir runs/first
+set -euo pipefail
+root="$(cd "$(dirname "$0")/../.." && pwd)"
+exec accelerate launch --config_file "$root/accelerate_configs/ddp.yaml" --num_processes "${NUM_GPUS:-1}" \
+  "$root/train.py" --config "$root/examples/cogvideox/lora_2b.toml" "$@"
