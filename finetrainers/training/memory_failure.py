@@ -218,13 +218,11 @@ def suggest_change(config: TrainConfig, phase: str | None, *, on_host: bool = Fa
         on_host: whether the host's memory ran out.
     """
     workers = config.dataloader.dataloader_num_workers
-    workers = 0 if "dataloader_num_workers" in method_spec(config).unread else workers
-    if on_host and phase is None and workers > 1:
+    if on_host and phase is None and workers > 1 and "dataloader_num_workers" not in method_spec(config).unread:
         return f"--dataloader_num_workers {workers // 2} (fewer clips are decoded at once)"
     swapped = config.memory.blocks_to_swap
     if on_host and phase in (LOADING, TRAINING_STEP, None) and isinstance(swapped, int) and swapped:
-        fewer = swapped // 2 if swapped // 2 >= NUM_SLOTS else 0
-        return f"--blocks_to_swap {fewer} (fewer frozen blocks wait in host memory)"
+        return f"--blocks_to_swap {swapped // 2 if swapped >= 2 * NUM_SLOTS else 0} (fewer wait in host memory)"
     if on_host and phase in (TRAINING_STEP, None) and config.memory.stored == "offload":
         return "--activation_memory checkpoint (blocks are recomputed, and nothing waits in host memory)"
     phase = phase or TRAINING_STEP
