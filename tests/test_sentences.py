@@ -331,7 +331,7 @@ REWARDS_AND_METHODS: list[Row] = [
     ),
     (
         lambda: make_reward("http://localhost:8000", retries="-1"),
-        "timeout=120.0 must be positive, and retries=-1 and pause=1.0 not negative",
+        "timeout=120.0 must be positive, and patience=600.0, retries=-1 and pause=1.0 not negative",
     ),
     (
         lambda: score_clips("brightness", 1, 2, 3, 8, 8, value=1.5),

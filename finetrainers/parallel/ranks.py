@@ -210,11 +210,16 @@ class DistributedContext:
             message = user_message(error)
             cause, traceback = ("", error) if message is None else (f": {message}", None)
             logger.error("%s failed on rank %d%s", task, self.rank, cause, exc_info=traceback)
-        failures = self.gather_objects([f"rank {self.rank}: {error}"] if error else [])
-        if error is not None:
-            raise error
-        if failures:
-            raise RemoteRankError(f"{task} failed on another rank: {'; '.join(failures)}")
+        flag = getattr(error, "is_resumable", False)
+        failures = self.gather_objects([(f"rank {self.rank}: {error}", flag)] if error else [])
+        if not failures:
+            return
+        raised = error or RemoteRankError(
+            f"{task} failed on another rank: {'; '.join(message for message, _ in failures)}"
+        )
+        if isinstance(raised, ExpectedError):  # all ranks save, or none
+            raised.is_resumable = all(resumable for _, resumable in failures)
+        raise raised
 
     @contextmanager
     def raise_on_all_ranks(self, task: str) -> Iterator[None]:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from torch import Tensor
 
 from .calls import Columns, is_async
+from .retries import PATIENCE
 
 #: Use of the images that clips start from.
 ImageUse: TypeAlias = Literal["none", "optional", "required"]
@@ -60,6 +61,8 @@ class Reward(ABC):
     images: ImageUse = "none"
     #: Whether `differentiate` stores little, and its backward pass recomputes activations.
     recomputes: ClassVar[bool] = False
+    #: Seconds for which a call is repeated that fails for its connection; see `retries.may_pass`.
+    patience: float = PATIENCE
     #: Minimum frames of a clip.
     min_frames: ClassVar[int] = 1
     #: Options with paths of weights.

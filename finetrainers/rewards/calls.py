@@ -7,13 +7,15 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import Thread
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from .retries import Retries
 
 _AT_ONCE = 32  # calls of an async reward in flight
 #: Keywords that are not columns of prompts.
@@ -79,19 +81,19 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def start_calls(calls: Sequence[Callable[[], Any]], *, asynchronous: bool) -> Iterator[Any]:
-    """Return an iterator over the result or exception of each call.
+def start_calls(calls: Sequence[Callable[[], Any]], *, asynchronous: bool, retries: Retries) -> Iterator[Any]:
+    """Return an iterator over the result or exception of each call, which is repeated as `retries` says.
 
     Async calls start at once, at most 32 at the same time; others run one after another, as they are iterated over.
     """
     if not asynchronous:
-        return map(_outcome, calls)
-    return _results(asyncio.run_coroutine_threadsafe(_gather(calls), _event_loop(os.getpid())))
+        return map(partial(_outcome, retries), calls)
+    return _results(asyncio.run_coroutine_threadsafe(_gather(calls, retries), _event_loop(os.getpid())))
 
 
-def _outcome(call: Callable[[], Any]) -> Any:
+def _outcome(retries: Retries, call: Callable[[], Any]) -> Any:
     try:
-        return call()
+        return retries.call(call)
     except Exception as error:
         return error
 
@@ -100,12 +102,12 @@ def _results(future: Any) -> Iterator[Any]:
     yield from future.result()
 
 
-async def _gather(calls: Iterable[Callable[[], Any]]) -> list[Any]:
+async def _gather(calls: Iterable[Callable[[], Any]], retries: Retries) -> list[Any]:
     free = asyncio.Semaphore(_AT_ONCE)
 
     async def limited(call: Callable[[], Any]) -> Any:
         async with free:
-            return await call()
+            return await retries.wait_for(call)
 
     return await asyncio.gather(*map(limited, calls), return_exceptions=True)
 

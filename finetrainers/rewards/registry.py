@@ -462,7 +462,8 @@ def _import(address: str) -> Any:
 
 #: Attributes of rewards that are read before one is made.
 _TRAITS = (
-    "heads", "batch_size", "scope", "columns", "asynchronous", "differentiable", "images", "recomputes", "min_frames",
+    "heads", "batch_size", "scope", "columns", "asynchronous", "differentiable", "images", "recomputes", "patience",
+    "min_frames",
 )  # fmt: skip
 
 
@@ -499,6 +500,7 @@ def _from_function(function: Callable[..., Any]) -> type[Reward]:
         called = staticmethod(signed)
         differentiable = getattr(function, "differentiable", False)
         scope = getattr(function, "scope", "clip")
+        patience = getattr(function, "patience", Reward.patience)
         columns = Columns.from_function(signed)
         asynchronous = is_async(function)
         images = _image_use(signed)

@@ -27,6 +27,7 @@ from .base import Head, Reward
 from .calls import start_calls, to_scores
 from .pixels import to_uint8
 from .registry import make_reward, select_head
+from .retries import Retries, RetriesExhausted
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ _NOT_OF_A_CLIP = (OSError, MemoryError, torch.cuda.OutOfMemoryError)
 
 class RewardError(ExpectedError, RuntimeError):
     """Error of a reward that failed, or returned an invalid score."""
+
+    is_resumable = True
 
 
 @dataclass(frozen=True)
@@ -259,7 +262,8 @@ class RewardSet:
         A clip is not blamed for a server that is gone, or a file that cannot be read.
         """
         if isinstance(error, OSError):
-            message = f"reward {scorer.label} failed in rollout {clips.rollout}, whatever the clip: {_describe(error)}"
+            cause = str(error) if isinstance(error, RetriesExhausted) else _describe(error)
+            message = f"reward {scorer.label} failed in rollout {clips.rollout}, whatever the clip: {cause}"
             raise RewardError(f"{message}. Clips of this rollout are lost; resume the run when it works") from error
         message = f"reward {scorer.label} {action} {clips}" + (f": {_describe(error)}" if error is not None else "")
         is_found = len(clips) == 1 and not isinstance(error, _NOT_OF_A_CLIP)
@@ -278,6 +282,7 @@ class _Scorer:
     reward: Reward
     batch_size: int
     heads: Mapping[str, tuple[str, Head]]
+    retries: Retries
 
     def split(self, clips: _Clips) -> list[_Clips]:
         """Return clips in batches; those of a prompt, all of them, for a reward that compares them.
@@ -299,7 +304,9 @@ class _Scorer:
         Scores may not be finite, and have a graph if the clips have one. An error is a RewardError if the reward
         returns something else.
         """
-        outcomes = start_calls([partial(self._call, part) for part in parts], asynchronous=self.reward.asynchronous)
+        outcomes = start_calls(
+            [partial(self._call, part) for part in parts], asynchronous=self.reward.asynchronous, retries=self.retries
+        )
 
         def read(part: _Clips, outputs: Any) -> Tensor | Exception:
             try:
@@ -387,7 +394,8 @@ def _make_scorer(name: str, entries: Mapping[str, RewardEntry]) -> _Scorer:
         )
         heads[label] = (head, scale)
     sizes = [entry.batch_size for entry in entries.values() if entry.batch_size is not None]
-    return _Scorer(name, reward, min(sizes, default=reward.batch_size), heads)
+    retries = Retries(f"reward {name}", seconds=reward.patience)
+    return _Scorer(name, reward, min(sizes, default=reward.batch_size), heads, retries)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
 from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
 from typing import Any, ClassVar
@@ -22,12 +20,10 @@ from finetrainers.utils.text import printable
 from .base import Reward
 from .calls import Columns
 from .pixels import to_uint8
+from .retries import PATIENCE, TEMPORARY_STATUSES, Retries
 from .server import TOKEN_VARIABLE, Description, Request
 
-logger = logging.getLogger(__name__)
-
 _CONNECT = 10.0  # seconds to wait for a connection
-_LONGEST_PAUSE = 60.0  # seconds between two attempts
 
 
 class ServedReward(Reward):
@@ -69,24 +65,29 @@ class ServedReward(Reward):
         At.__doc__ = cls.__doc__
         return At
 
-    def __init__(self, *, timeout: float = 120.0, retries: int = 3, pause: float = 1.0) -> None:
+    def __init__(
+        self, *, timeout: float = 120.0, patience: float = PATIENCE, retries: int | None = None, pause: float = 1.0
+    ) -> None:
         """Ask the server for its description.
 
         Args:
             timeout: seconds to wait for an answer, including the queue of the server and scoring.
-            retries: further attempts without a connection or if the server is busy. Other errors are final.
-            pause: seconds before the first of these; each next pause is twice as long, up to a minute.
+            patience: seconds for which a request is repeated without a connection or an answer in time, or if the
+                server is busy. Other errors are final.
+            retries: maximum repetitions of a request within this time; by default any number.
+            pause: seconds before the first repetition; each next pause is twice as long, up to a minute.
 
         Raises:
             ValueError: an option is out of range, or the server has another protocol or no such head.
-            ConnectionError: there is no server.
-            TimeoutError: it did not answer in time.
+            ConnectionError: there is no server, or it does not answer.
         """
-        if not timeout > 0 or retries < 0 or not pause >= 0:
+        if not timeout > 0 or not patience >= 0 or (retries or 0) < 0 or not pause >= 0:
             raise ValueError(
-                f"timeout={timeout} must be positive, and retries={retries} and pause={pause} not negative"
+                f"timeout={timeout} must be positive, and patience={patience}, retries={retries} and pause={pause} not "
+                "negative"
             )
-        self.timeout, self.retries, self.pause = timeout, retries, pause
+        self.timeout, self.patience = timeout, patience
+        self._retries = Retries(f"reward server {self._url}", seconds=patience, number=retries, pause=pause)
         try:
             description = Description.model_validate(self._ask("GET", "/"))
         except ValidationError as error:
@@ -111,7 +112,6 @@ class ServedReward(Reward):
             ValueError: the server refuses the clips or prompts, or they are more than it takes at once.
             RuntimeError: the reward failed on the server, or the answer is invalid.
             ConnectionError: the server does not answer, or stays busy.
-            TimeoutError: it did not answer in time.
         """
         if self._max_clips is not None and len(videos) > self._max_clips:
             raise InputError(
@@ -139,26 +139,19 @@ class ServedReward(Reward):
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> Any:
         """Return the server's answer, with retries."""
-        failure = ""
-        for attempt in range(self.retries + 1):
-            if attempt:
-                pause = min(self.pause * 2 ** (attempt - 1), _LONGEST_PAUSE)
-                logger.warning("%s: %s; retrying in %g s", self._url, failure, pause)
-                time.sleep(pause)
-            try:
-                status, answer = self._exchange(method, path, body)
-            except (ConnectionError, IncompleteRead) as error:
-                failure = str(error) or type(error).__name__
-                continue
-            if status == 200:
-                return answer
-            message = answer.get("error") if isinstance(answer, dict) else None
-            failure = f"{printable(str(message)) if message else 'no reason given'} (status {status})"
-            if 400 <= status < 500:
-                raise InputError(f"{self._url}: {failure}", "unavailable")
-            if status != 503:
-                raise RuntimeError(f"{self._url}: {failure}")
-        raise ConnectionError(f"reward server {self._url}: {failure}, after {self.retries + 1} tries")
+        return self._retries.call(lambda: self._ask_once(method, path, body))
+
+    def _ask_once(self, method: str, path: str, body: bytes | None) -> Any:
+        status, answer = self._exchange(method, path, body)
+        if status == 200:
+            return answer
+        message = answer.get("error") if isinstance(answer, dict) else None
+        failure = f"{printable(str(message)) if message else 'no reason given'} (status {status})"
+        if status in TEMPORARY_STATUSES:
+            raise ConnectionError(failure)
+        if 400 <= status < 500:
+            raise InputError(f"{self._url}: {failure}", "unavailable")
+        raise RuntimeError(f"{self._url}: {failure}")
 
     def _headers(self) -> dict[str, str]:
         """Return the token of the servers, if the environment has one.
@@ -182,11 +175,10 @@ class ServedReward(Reward):
             response = connection.getresponse()
             content = response.read()
         except TimeoutError:
-            raise TimeoutError(f"{self._url} did not answer in {self.timeout:g} s; set a longer timeout") from None
-        except IncompleteRead:
-            raise
+            message = f"no answer in {self.timeout:g} s; if scoring takes longer, set this reward's option timeout"
+            raise TimeoutError(message) from None
         except HTTPException as error:
-            if isinstance(error, ConnectionError):  # the server closed the connection without an answer
+            if isinstance(error, ConnectionError | IncompleteRead):  # the server closed the connection
                 raise
             raise RuntimeError(f"{self._url} does not speak HTTP: {error!r}") from error
         finally:

@@ -27,7 +27,8 @@ metadata `columns` is a JSON object of a list of B values for each:
 
 Errors are answered with `{"error": MESSAGE}` and one of these: 400 the body is not as above, 401 a missing or wrong
 token, 404 no such path, 408 the body came too slowly, 411 no length, 413 too large, 422 the reward refuses these clips
-or prompts, 500 the reward failed, 503 busy or not ready yet. Only a 503 is worth another attempt.
+or prompts, 500 the reward failed, 503 busy or not ready yet. Clients repeat a request after a 503, and after a 429, 502
+or 504 of a gateway.
 
 A server with a token answers requests with `Authorization: Bearer TOKEN` only. Nothing is encrypted, neither token nor
 clips: listen on the loopback address or in a trusted network.
@@ -65,6 +66,7 @@ from finetrainers.utils.text import printable, shortened
 from .base import Head, ImageUse, Reward, Scope
 from .calls import Columns, start_calls, to_scores
 from .limits import FairQueue, TimedReader
+from .retries import Retries, RetriesExhausted
 
 logger = logging.getLogger(__name__)
 
@@ -363,6 +365,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.server.score(request, client=self.client_address[0])
         except ValueError as error:
             raise _RequestError(422, str(error)) from None
+        except RetriesExhausted as error:  # the client repeats the request
+            raise _RequestError(503, str(error)) from None
         except Exception as error:  # any error of the reward concerns only this request
             logger.error("the reward failed\n%s", _format_traceback())
             raise _RequestError(500, f"{type(error).__name__}: {error}") from None
@@ -387,7 +391,8 @@ def _score(reward: Reward, request: Request, *, batch_size: int) -> dict[str, li
     count = len(request.prompts)
     size = count if reward.scope == "group" else batch_size
     parts = [request.rows(slice(start, start + size)) for start in range(0, count, size)]
-    outcomes = start_calls([partial(_call, reward, part) for part in parts], asynchronous=reward.asynchronous)
+    calls, retries = [partial(_call, reward, part) for part in parts], Retries("the reward", seconds=0.0)
+    outcomes = start_calls(calls, asynchronous=reward.asynchronous, retries=retries)
     for part, outputs in zip(parts, outcomes, strict=True):
         if isinstance(outputs, Exception):
             raise outputs

@@ -23,6 +23,7 @@ from finetrainers.plan.start_report import print_stopped
 from finetrainers.plan.throughput import peak_flops, with_rates
 from finetrainers.rundir.find import checkpoints_dir
 from finetrainers.utils.alive import begin_work
+from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.phases import CHECKPOINT, TRAINING_STEP, phase
 from finetrainers.utils.seeding import derive_seed
@@ -114,19 +115,26 @@ class Trainer:
 
     @contextlib.contextmanager
     def _save_on_interrupt(self) -> Iterator[None]:
-        """Save the last complete step if an exception of the host program's signal handlers ends the block."""
+        """Save the last complete step if an exception ends the block that leaves it intact.
+
+        That is one of the host program's signal handlers, or an error between steps, on all ranks.
+        """
         try:
             yield
         except (KeyboardInterrupt, SystemExit) as interrupt:
             # A second signal ends the run at once.
             if self.state.requests.signals.received is None:
-                self._save_interrupted(type(interrupt).__name__)
+                self._save_interrupted(type(interrupt).__name__, self._interrupted_problem())
+            raise
+        except ExpectedError as error:
+            if error.is_resumable and not self._is_updating:
+                can_stop = self.state.method.can_stop_after(self.state.step)
+                self._save_interrupted(type(error).__name__, None if can_stop else self._rollouts_only)
             raise
 
-    def _save_interrupted(self, by: str) -> None:
-        """Save the last complete step, or log which steps are lost."""
+    def _save_interrupted(self, by: str, problem: str | None) -> None:
+        """Save the last complete step, or log which steps are lost for which problem."""
         state, step = self.state, self.state.step
-        problem = self._interrupted_problem()
         if step > self._saved_step and problem is None:
             logger.warning("%s: saving a checkpoint of step %d; a second interrupt stops at once", by, step)
             state.requests.stop = by  # not in the background
@@ -156,8 +164,12 @@ class Trainer:
             return "weights were being changed"
         fixed = getattr(state.method, "fixed_state", ())  # the rest may belong to the step that was interrupted
         if not state.method.can_stop_after(state.step) or state.method.state_dict().keys() - set(fixed):
-            return f"--method {state.config.training.method} resumes between rollouts only"
+            return self._rollouts_only
         return None
+
+    @property
+    def _rollouts_only(self) -> str:
+        return f"--method {self.state.config.training.method} resumes between rollouts only"
 
     def _begin(self) -> None:
         """Probe memory if the options ask for it, and call `on_start` of callbacks."""

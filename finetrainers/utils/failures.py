@@ -34,7 +34,13 @@ _LATE = ("Timed out waiting", "Connection timed out", "No route to host")
 
 
 class ExpectedError(Exception):
-    """An error whose message names the cause and the remedy; a command prints it without its traceback."""
+    """An error whose message names the cause and the remedy; a command prints it without its traceback.
+
+    Attributes:
+        is_resumable: whether a run that it ends, on all ranks together, can continue from its last complete step.
+    """
+
+    is_resumable = False
 
     def __str__(self) -> str:
         return spelled(super().__str__())

@@ -36,6 +36,7 @@ class Two(Reward):
 
     heads: ClassVar[Mapping[str, Head]] = {"mean": Head(mean=0.5, std=0.25), "range": Head()}
     batch_size = 4
+    patience = 0.0
 
     def __init__(self, *, name: str = "two", batches_of: int = 0) -> None:
         CALLS.append((f"make {name}", 0))

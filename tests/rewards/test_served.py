@@ -283,7 +283,9 @@ def test_other_addresses_are_refused(url: str) -> None:
         ServedReward.at(url)
 
 
-@pytest.mark.parametrize("options", [{"timeout": 0}, {"retries": -1}, {"pause": -1.0}, {"timeout": math.nan}])
+@pytest.mark.parametrize(
+    "options", [{"timeout": 0}, {"retries": -1}, {"pause": -1.0}, {"patience": -1.0}, {"timeout": math.nan}]
+)
 def test_options_out_of_range_are_refused(options: dict[str, float]) -> None:
     with refused("invalid", *(f"{name}={value}" for name, value in options.items())):
         ServedReward.at("http://127.0.0.1:9")(**options)
@@ -546,60 +548,99 @@ def test_there_is_an_end_to_retries() -> None:
         answer(handler, 503, {"error": "loading"})
 
     with acting(busy) as (url, times):
-        with pytest.raises(ConnectionError, match=r"loading .*503.* 3 tries"):
+        with pytest.raises(ConnectionError, match=r"loading .*503.* 3 attempts"):
             ServedReward.at(url)(retries=2, pause=0.0)
         assert len(times) == 3
-    with pytest.raises(ConnectionError, match=r"127\.0\.0\.1.* 1 tries"):
-        ServedReward.at(url)(retries=0)
+    for options in ({"retries": 0}, {"patience": 0.0}):
+        with pytest.raises(ConnectionError, match=r"127\.0\.0\.1"):
+            ServedReward.at(url)(**options)
 
 
-def test_a_server_that_comes_up_late_is_found() -> None:
+def test_a_server_that_comes_up_late_and_restarts_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     found: list[Tensor] = []
+    asked_again = threading.Event()
 
     def ask() -> None:
-        served = ServedReward.at(f"http://127.0.0.1:{port}")(retries=8, pause=0.05)
-        found.append(served.score(clips(1), [""], fps=8.0)["score"])
+        served = ServedReward.at(f"http://127.0.0.1:{port}")(pause=0.02)
+        for _ in range(2):
+            found.append(served.score(clips(1), [""], fps=8.0)["score"])
+            asked_again.wait(20)
 
     thread = threading.Thread(target=ask)
-    thread.start()
-    time.sleep(0.1)
-    with running(RewardServer(Brightness(), name="late", port=port)):
+    with caplog.at_level("INFO", logger="finetrainers"):
+        thread.start()
+        for number in range(2):
+            time.sleep(0.1)
+            with running(RewardServer(Brightness(), name="late", port=port)):
+                deadline = time.monotonic() + 20
+                while len(found) <= number and time.monotonic() < deadline:
+                    time.sleep(0.01)
+            asked_again.set()
         thread.join(timeout=20)
-    assert found[0].equal(Brightness().score(clips(1), [""], fps=8.0)["score"])
+    assert [scores.tolist() for scores in found] == [Brightness().score(clips(1), [""], fps=8.0)["score"].tolist()] * 2
+    assert caplog.text.count(" works again ") == 2
 
 
-@pytest.mark.parametrize("status", [400, 404, 422, 500, 502])
+@pytest.mark.parametrize("status", [400, 404, 422, 500])
 def test_other_errors_are_final(status: int) -> None:
     def act(handler: BaseHTTPRequestHandler, number: int) -> None:
         answer(handler, 200 if number == 1 else status, DESCRIPTION if number == 1 else {"error": "no and no"})
 
     with acting(act) as (url, times):
-        served = ServedReward.at(url)(retries=5, pause=0.0)
+        served = ServedReward.at(url)(pause=0.0)
         with pytest.raises(ValueError if status < 500 else RuntimeError, match=rf"and no .*{status}"):
             served.score(clips(1), [""], fps=8.0)
     assert len(times) == 2
 
 
-def test_a_slow_server_is_not_asked_twice() -> None:
+def test_gateways_and_slow_answers_are_asked_again() -> None:
     done = threading.Event()
 
     def act(handler: BaseHTTPRequestHandler, number: int) -> None:
         if number == 1:
             answer(handler, 200, DESCRIPTION)
-        else:
+        elif number <= 5:
+            answer(handler, (429, 502, 503, 504)[number - 2], b"<html>")
+        elif number == 6:
             done.wait(10)
+        else:
+            answer(handler, 200, {"score": [0.5]})
 
     with acting(act) as (url, times):
-        served = ServedReward.at(url)(timeout=0.2, retries=5, pause=0.0)
-        start = time.monotonic()
-        with pytest.raises(TimeoutError, match=r" 0\.2 s; .*timeout"):
-            served.score(clips(1), [""], fps=8.0)
-        assert time.monotonic() - start < 5
+        served = ServedReward.at(url)(timeout=0.2, pause=0.0)
+        assert served.score(clips(1), [""], fps=8.0)["score"].tolist() == [0.5]
         done.set()
-    assert len(times) == 2
+    assert len(times) == 7
+
+
+def test_a_server_that_never_answers_in_time_is_given_up() -> None:
+    done = threading.Event()
+
+    def act(handler: BaseHTTPRequestHandler, number: int) -> None:
+        answer(handler, 200, DESCRIPTION) if number == 1 else done.wait(10)
+
+    with acting(act) as (url, times):
+        served = ServedReward.at(url)(timeout=0.1, patience=0.15, pause=0.0)
+        with pytest.raises(ConnectionError, match=r" 0\.1 s; .*timeout"):
+            served.score(clips(1), [""], fps=8.0)
+        done.set()
+    assert 3 <= len(times) <= 4
+
+
+class Unreachable(Reward):
+    """Depends on a service that is down."""
+
+    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+        raise ConnectionRefusedError("judge-down")
+
+
+def test_a_servers_own_service_that_is_down_is_waited_for_by_the_client() -> None:
+    with serving(Unreachable()) as url:
+        status, error = post(url, request())
+    assert (status, "judge-down" in error) == (503, True)
 
 
 @pytest.mark.parametrize("content", [b"<html>", [1], {**DESCRIPTION, "protocol": 2}, {**DESCRIPTION, "heads": {}}])

@@ -21,6 +21,8 @@ from finetrainers.plan.parts import fingerprint
 from finetrainers.rewards.base import Head, Reward
 from finetrainers.rewards.pixels import Brightness
 from finetrainers.rewards.registry import REWARDS, resolve_reward
+from finetrainers.rewards.reward_set import RewardError
+from finetrainers.rundir.find import scan_checkpoints
 
 ROWS: list[Any] = [
     {"prompt": "a red ball", "level": 0.5},
@@ -216,3 +218,38 @@ def test_rewards_without_any_score_are_named_and_leave_no_nan(
     assert not {"NaN", "Infinity"} & set(text.replace(",", " ").split())
     [record] = [record for record in result.metrics if "loss" in record or "failed_clips" in record]
     assert record["failed_clips"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "fails_at"),
+    [
+        ({"updates_per_rollout": 2, "batch_size": 2}, 3),
+        ({"method": "nft", "noise_levels": 1, "old_policy_decay": [0, 0.5, 0.5]}, 3),
+        ({"eval_steps": 2, "eval_reward": ["judge"]}, 4),
+    ],
+    ids=["grpo", "nft", "evaluation"],
+)
+def test_a_reward_that_fails_loses_no_update(
+    options: dict[str, Any], fails_at: int, values: dict[str, Any], tmp_path: Path
+) -> None:
+    """The run saves before it ends; resumed when the reward works, it equals one that never stopped."""
+    calls = tmp_path / "calls"
+
+    def judge(videos: Tensor, prompts: Sequence[str]) -> Tensor:
+        with calls.open("a") as file:
+            file.write(".")
+        if calls.stat().st_size == fails_at:
+            raise ConnectionError("judge-down")
+        return videos.mean(dim=(1, 2, 3, 4))
+
+    judge.patience = 0.0  # type: ignore[attr-defined]
+    values |= {"reward": ["judge"], "train_steps": 4, "checkpointing_steps": 0, **options}
+    parts: dict[str, Any] = {"prompts": ["a cat", "a ball", "a dog", "a hat"], "rewards": {"judge": judge}}
+    parts |= {"eval_prompts": ["held out"]} if "eval_steps" in options else {}
+    with pytest.raises(RewardError, match="judge-down"):
+        train(load_config(**values), **parts)
+    assert [found.step for found in scan_checkpoints(values["output_dir"])] == [2]
+    resumed = train(load_config(**values, resume_from_checkpoint="latest"), **parts)
+    straight = train(load_config(**{**values, "output_dir": tmp_path / "straight"}), **parts)
+    (_, expected), (_, actual) = outcome(straight.run_dir), outcome(resumed.run_dir)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())

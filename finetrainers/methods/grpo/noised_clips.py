@@ -108,6 +108,7 @@ class NoisedClipsMethod(RolloutMethod[RolloutBatch, NoisyClips]):
     """
 
     old: OldPolicy | None = None
+    _collecting: int | None = None  # the rollout that `old` is ready for, until its clips are there
 
     def __init__(self, parts: MethodParts[PromptSource]) -> None:
         super().__init__(parts, uses_reference=measures_kl(parts.config))
@@ -117,10 +118,13 @@ class NoisedClipsMethod(RolloutMethod[RolloutBatch, NoisyClips]):
         self.trained_levels = [step for step in self.sampler.tables.own if step in allowed]
 
     def collect(self, transformer: nn.Module, rollout: int) -> RolloutBatch:
-        if rollout and self.old is not None:
+        if rollout and self.old is not None and self._collecting != rollout:
             self.old.follow(decay(rollout * self.updates, self.section.old_policy_decay))
+        self._collecting = rollout
         with self.sampling_policy():
-            return super().collect(transformer, rollout)
+            collected = super().collect(transformer, rollout)
+        self._collecting = None
+        return collected
 
     def sampling_policy(self) -> AbstractContextManager[None]:
         """Return a context in which the network is the policy that samples, by default the trained one."""
@@ -178,12 +182,15 @@ class NoisedClipsMethod(RolloutMethod[RolloutBatch, NoisyClips]):
         return velocity_divergence(prediction, reference)
 
     def state_dict(self) -> dict[str, Any]:
-        old = {} if self.old is None else {"old": dict(self.old.weights)}
+        old: dict[str, Any] = {} if self.old is None else {"old": dict(self.old.weights)}
+        if old and self._collecting is not None:  # the rollout failed, and its retry must not move the policy again
+            old["collecting"] = self._collecting
         return {**old, **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.old is None:
             super().load_state_dict(state)
             return
-        super().load_state_dict({name: value for name, value in state.items() if name != "old"})
+        super().load_state_dict({name: value for name, value in state.items() if name not in ("old", "collecting")})
+        self._collecting = state.get("collecting")
         self.old.load(state.get("old", {}))
