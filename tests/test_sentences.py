@@ -760,7 +760,7 @@ def run_out_of_memory() -> None:
 
 def describe_hacking(judge: str, checkpoint: str | None) -> str:
     """Return the description of reward hacking that this metric shows."""
-    from finetrainers.training.guards.hacking import RewardHacking, hacking_text
+    from finetrainers.rewards.hacking import RewardHacking, hacking_text
 
     hacking = RewardHacking(judge, best_step=24, before=0.625, now=0.25, trained_before=0.5, trained_now=0.9)
     return hacking_text(hacking, checkpoint)

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetrainers.rewards.hacking import RewardHacking, hacking_text
 from finetrainers.rundir.find import checkpoints_dir, step_of
 from finetrainers.utils.reading import read_jsonl
 
-from ..guards.hacking import HACKING_GUARD, HackingGuard, RewardHacking, hacking_text
+from ..guards.hacking import HACKING_GUARD, HackingGuard
 from .base import Callback, Record
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from finetrainers.config.hacking import HackingRule
-from finetrainers.training.guards.hacking import HackingGuard, RewardHacking, detect_held_out
+from finetrainers.rewards.hacking import RewardHacking, detect_held_out
+from finetrainers.training.guards.hacking import HackingGuard
 
 #: Evaluations of the color preference (finetrainers/demo/rewarded.py) every 4 steps: similarity to the preferred color,
 #: which is trained, and the number of 16 held-out captions that show their shape. Without the KL penalty, and with it.
