@@ -83,18 +83,19 @@ class TrainConfig(Section):
         """Return a copy in which those of the named options that were chosen are open again, at their defaults."""
         opened = {name: fields()[name].default for name in names if name in self._chosen}
         config = self.with_values(opened)
-        config._chosen = {name: source for name, source in self._chosen.items() if name not in opened}
         for name in opened:
             getattr(config, fields()[name].section).model_fields_set.discard(fields()[name].key)
         return config
 
     def with_values(self, values: Mapping[str, Any]) -> TrainConfig:
-        """Return a copy with these values, by flat name of the option."""
+        """Return a copy with these values, by flat name of the option, which count as given."""
         tables: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             tables.setdefault(fields()[name].section, {})[fields()[name].key] = value
         sections = {table: getattr(self, table).model_copy(update=update) for table, update in tables.items()}
-        return self.model_copy(update=sections)
+        config = self.model_copy(update=sections)
+        config._chosen = {name: source for name, source in self._chosen.items() if name not in values}
+        return config
 
     def changed(self, name: str) -> bool:
         """Return whether option `name` differs from its default (giving the default explicitly requests nothing)."""

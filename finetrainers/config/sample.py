@@ -67,7 +67,9 @@ class SampleSection(Section):
     size: VideoBucket | None = Field(
         None, description="frames x height x width, 49x512x768, of prompts without a size [the run's]"
     )
-    num_inference_steps: int | None = Field(None, ge=1, le=10_000, description="denoising steps [the run's, or 50]")
+    num_inference_steps: int | None = Field(
+        None, ge=1, le=10_000, description="denoising steps [the run's, or the model's, or 50]"
+    )
     guidance_scale: float | None = Field(
         None, ge=0, le=1000, description="guidance scale [the run's, or the model's, or the pipeline's own]"
     )

@@ -52,6 +52,11 @@ from .weights import BASE, Target, Weights, find_target, in_order, named_apart, 
 Size = tuple[int, int, int]
 #: Options of a run that no pixel depends on, or that other facts stand for.
 _WITHOUT_EFFECT = ("enable_model_cpu_offload", "verbose", "cache_dir")
+#: Options of a run's validation that say how samples are drawn, where the command's own prompts and seeds do not.
+_SETTINGS = [
+    name for name in VALIDATION_NAMES
+    if name not in ("validation_prompts", "num_validation_videos", *MEDIA_OPTIONS.values())
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -321,23 +326,16 @@ def _prompts(
     config: TrainConfig, options: SampleSection, target: Target, findings: Findings, *, fixed_size: bool
 ) -> tuple[TrainConfig, list[ValidationPrompt]]:
     """Return the configuration with sampling settings as its validation, and the prompts, each with a size."""
-    use_run_prompts, section = options.prompts is None, config.validation
-    values: dict[str, Any] = {
-        "validation_inference_steps": options.num_inference_steps or section.validation_inference_steps,
-        "validation_frame_rate": options.frame_rate or section.validation_frame_rate,
-        "validation_pipeline_arguments": options.pipeline_arguments or section.validation_pipeline_arguments,
-        "validation_steps": None, "validation_epochs": None, "validation_at_start": None,
-    }  # fmt: skip
-    if options.guidance_scale is not None:
-        values |= {"validation_guidance_scale": options.guidance_scale, "validation_guidance_scale_2": None}
-    if options.guidance_scale_2 is not None:
-        values["validation_guidance_scale_2"] = options.guidance_scale_2
-    if options.negative_prompt is not None:
-        values["validation_negative_prompt"] = options.negative_prompt
+    use_run_prompts = options.prompts is None
+    values: dict[str, Any] = {"validation_steps": None, "validation_epochs": None, "validation_at_start": None}
+    given = {name: getattr(options, VALIDATION_NAMES[name]) for name in _SETTINGS}
+    if given["validation_guidance_scale"] is not None:  # also of the second expert, unless that has another one
+        values["validation_guidance_scale_2"] = None
+    values |= {name: value for name, value in given.items() if value not in (None, [])}
     if not use_run_prompts:
         values |= {"validation_prompts": options.prompts, **dict.fromkeys(MEDIA_OPTIONS.values())}
-    section = section.model_copy(update=values)
-    config = config.model_copy(update={"validation": section})
+    config = config.with_values(values)
+    section = config.validation
     if section.validation_prompts is None:
         message = "no prompts are set, and no run with validation prompts; set --prompts FILE or TEXT"
         findings.error("prompts", message, "required")
@@ -351,7 +349,7 @@ def _prompts(
     for medium, name in MEDIA_OPTIONS.items():
         if (text := getattr(options, medium)) is not None:  # one for all prompts, or one for each
             media[name] = text if separator in text else separator.join([text] * count)
-    config = config.model_copy(update={"validation": section.model_copy(update=media)})
+    config = config.with_values(media)
     prompts = read_prompts(config, findings)
     size = options.size or size_of_run(config, target)
     if any(prompt.size is None for prompt in prompts) and size is None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from finetrainers.config.checks.findings import Findings
 from finetrainers.config.given import RawOptions
-from finetrainers.config.load import dump_toml, load_config
-from finetrainers.config.root import TrainConfig
-from finetrainers.config.sample import SampleSection
+from finetrainers.config.load import build_config, dump_toml, load_config
+from finetrainers.config.root import TrainConfig, fields
+from finetrainers.config.sample import VALIDATION_NAMES, SampleSection, options_of_runs
 from finetrainers.config.watch import WatchSection
+from finetrainers.models.family import Family
 from finetrainers.models.registry import families
 from finetrainers.plan.dry_run import dry_run_report
 from finetrainers.plan.preflight import preflight
@@ -22,6 +25,7 @@ from finetrainers.plan.ready import get_ready
 from finetrainers.plan.start_report import print_first_line
 from finetrainers.sampling.plan import plan_samples
 from finetrainers.sampling.watch.plan import plan_watch
+from finetrainers.sampling.weights import run_source
 from finetrainers.utils.video import write_mp4
 
 LORA = ("rank", "lora_alpha", "lr", "train_steps")
@@ -70,6 +74,68 @@ def test_what_is_given_wins(open_options: Callable[..., dict]) -> None:
     assert settings(resolve(**open_options(train_epochs=1))) == (*old, None)
     assert settings(resolve(**open_options(train_steps=7))) == (*old, 7)
     assert settings(resolve(**open_options(training_type="full-finetune")))[2:] == (1e-4, None)
+
+
+def _changed(value: Any) -> Any:
+    """Return another value of an option."""
+    return f"not {value}" if isinstance(value, str) else value + 1
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+def test_every_default_of_a_checkpoint_yields_to_what_is_given(
+    family: str, open_options: Callable[..., dict], tmp_path: Path
+) -> None:
+    values = open_options(family)
+    chosen = resolve(**values)
+    given = {name: _changed(chosen.get(name)) for name in preflight(load_config(**values)).facts.defaults}
+    path = tmp_path / "config.toml"
+    path.write_text(dump_toml(chosen))  # a run of before, which has chosen them
+    for config in (resolve(**values, **given), resolve(path=path, **given)):
+        assert {name: config.get(name) for name in given} == given
+        assert not given.keys() & config.chosen.keys()
+
+
+def test_every_setting_of_samples_yields_to_what_is_given(
+    open_options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a run has chosen and a checkpoint recommends: the flags of each command win, one by one."""
+    trained = run(**open_options(train_steps=1, rank=2))
+    own: dict[str, Any] = {
+        "validation_inference_steps": 7, "validation_guidance_scale": 3.0, "validation_guidance_scale_2": 2.0,
+        "validation_negative_prompt": "ugly", "validation_frame_rate": 9.0,
+    }  # fmt: skip
+    defaults = {name for family in families().values() for name in family.facts.defaults if name.startswith("valid")}
+    assert defaults <= own.keys() <= VALIDATION_NAMES.keys()
+    facts_of = Family.facts_of
+    monkeypatch.setattr(Family, "facts_of", lambda self, model: replace(facts_of(self, model), defaults=own))
+    monkeypatch.setattr("finetrainers.sampling.plan.check_sampling", lambda *_, **__: Findings())
+    (trained.root / "config.toml").write_text(dump_toml(trained.state.config.with_chosen(own, "family")))
+    size = {"prompts": "a@@@9x32x32"}
+    for name, value in own.items():
+        flag, other = VALIDATION_NAMES[name], _changed(value)
+        configs = [plan_samples([str(trained.root)], SampleSection(**size, **{flag: other}), RawOptions()).config]
+        if flag in WatchSection.model_fields:
+            configs.append(plan_watch(trained.root, WatchSection(**size, **{flag: other}), RawOptions()).config)
+        elif (key := {"num_inference_steps": "steps", "guidance_scale": "guidance"}.get(flag)) is not None:
+            preset = [f"mine=9x32x32,{key}={other}"]
+            configs.append(plan_watch(trained.root, WatchSection(**size, preset=preset), RawOptions()).config)
+        rest = {key: own[key] for key in own if key != name}
+        if name == "validation_guidance_scale":  # of both experts, unless the second one has another
+            rest["validation_guidance_scale_2"] = None
+        for config in configs:
+            assert {key: config.get(key) for key in own} == {**rest, name: other}
+    assert plan_samples([str(trained.root)], SampleSection(**size), RawOptions()).config.chosen.keys() >= own.keys()
+
+
+def test_every_option_that_a_run_has_chosen_yields_to_flags(open_options: Callable[..., dict], tmp_path: Path) -> None:
+    """As `sample`, `watch` and `export` read a run's options, and then the flags of a run that they take."""
+    config = load_config(**open_options())
+    assert set(options_of_runs()) <= fields().keys()
+    (tmp_path / "config.toml").write_text(dump_toml(config.with_chosen(config.flat(), "family")))
+    for name in options_of_runs():
+        if fields()[name].dumped:
+            flags = RawOptions({name: config.plain()[name]}, {name: f"--{name}"})
+            assert build_config([run_source(tmp_path), flags]).is_given(name)
 
 
 def test_steps_follow_the_number_of_clips_within_bounds(open_options: Callable[..., dict]) -> None:
