@@ -334,7 +334,7 @@ def translate_names(source: RawOptions, *, others: Container[str]) -> None:
         notes.append(f"names of other trainers are accepted: {', '.join(accepted[False])}")
     alpha_is_default = "network_alpha" not in source.where and source.values.get("lora_alpha") is None
     if notes and "network_dim" in source.where and alpha_is_default:
-        notes[-1] += "; with network_dim alone, sd-scripts has an alpha of 1; here it is --lora_alpha 64"
+        notes[-1] += "; with network_dim alone, sd-scripts has an alpha of 1; here it is the default of --lora_alpha"
     source.notes += notes
 
 

@@ -70,6 +70,7 @@ class Options(TypedDict, total=False):
     caption_lines: bool
     caption_missing: Literal["error", "empty", "skip"] | None
     id_token: str | None
+    repeat_id_token: bool
     remove_common_llm_caption_prefixes: bool
     image_resolution_buckets: Sequence[str | tuple[int, int]]
     video_resolution_buckets: Sequence[str | tuple[int, int, int]]

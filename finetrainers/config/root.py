@@ -32,7 +32,7 @@ from .sections import (
 from .sft import SFTSection
 
 #: Sources of values that a run has chosen for open options.
-FAMILY, DATA, RUN, MEMORY = "family", "data", "run", "memory"
+FAMILY, DATA, RUN, MEMORY, INITIAL = "family", "data", "run", "memory", "init_from"
 
 
 def _table(section: type[Section]) -> Any:
@@ -81,9 +81,12 @@ class TrainConfig(Section):
 
     def without_chosen(self, names: Collection[str]) -> TrainConfig:
         """Return a copy in which those of the named options that were chosen are open again, at their defaults."""
-        opened = {name: fields()[name].default for name in names if name in self._chosen}
-        config = self.with_values(opened)
-        for name in opened:
+        return self.with_defaults({name: fields()[name].default for name in names if name in self._chosen})
+
+    def with_defaults(self, values: Mapping[str, Any]) -> TrainConfig:
+        """Return a copy with these values, by flat name, which count as neither given nor chosen."""
+        config = self.with_values(values)
+        for name in values:
             getattr(config, fields()[name].section).model_fields_set.discard(fields()[name].key)
         return config
 

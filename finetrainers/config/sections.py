@@ -171,7 +171,9 @@ class DataSection(Section):
     caption_missing: Literal["error", "empty", "skip"] | None = option(None, "Item without a caption: stop with an "
         "error, train with an empty caption, or skip the item. By default, a missing caption is an error, and a "
         "blank one is empty.", resume="free", scope="dataset")
-    id_token: str | None = option(None, "Trigger word before every training caption.", resume="free", scope="dataset")
+    id_token: str | None = option(None, "Trigger word of training captions: at `[trigger]`, or before those without "
+        "it.", resume="free", scope="dataset")
+    repeat_id_token: bool = option(False, "Put `id_token` before all captions.", resume="free", scope="dataset")
     remove_common_llm_caption_prefixes: bool = option(False, "Remove openings such as `This video shows` from "
         "captions.", resume="free", scope="dataset")
     image_resolution_buckets: list[ImageBucket] = option([], "Buckets for images, HxW in pixels. Images train as "
@@ -324,17 +326,16 @@ class TrainingSection(Section):
         "`accelerate launch`, else `transformer_dtype`.", resume="free")
     master_weights: Literal["fp32", "stochastic_rounding"] = option("fp32", "Keep the weights that full finetuning "
         "trains in fp32, or in bf16 with stochastic rounding (torchao), which halves their memory.", resume="optimizer")
-    train_epochs: int = option(1, "Epochs to train, if `train_steps` is not set. Without either, a LoRA trained on "
-        "clips takes steps, rank, alpha and learning rate from the recommended settings.", resume="free", ge=1)
+    train_epochs: int = option(1, "Epochs to train, if `train_steps` is not set. Without either, a LoRA on clips "
+        "has the recommended steps.", resume="free", ge=1)
     train_steps: int | None = option(None, "Optimizer steps to train; overrides `train_epochs`.", resume="free", ge=1)
-    rank: int = option(64, "Rank of the LoRA. With neither `train_steps` nor `train_epochs`, a LoRA on "
-        "clips has the recommended rank of its model.", resume="same",
-        needs="training_type=lora", ge=1, le=16384)
-    lora_alpha: float = option(64, "LoRA alpha. The update is scaled by alpha / rank.", resume="same",
-        needs="training_type=lora", gt=0, le=1e6)
+    rank: int = option(64, "Rank of the LoRA. A LoRA on clips has the recommended rank of its model. The LoRA "
+        "of `init_from` sets rank and alpha.", resume="same", needs="training_type=lora", ge=1, le=16384)
+    lora_alpha: float = option(64, "LoRA alpha: the update is scaled by alpha / rank. For a LoRA on clips, the "
+        "default is its rank.", resume="same", needs="training_type=lora", gt=0, le=1e6)
     target_modules: list[Expression] = option(["to_k", "to_q", "to_v", "to_out.0"], "Modules that get a LoRA: "
         "suffixes of module names, or one regular expression over full names. The default is the attention "
-        "projections.", resume="same", needs="training_type=lora", min_length=1)
+        "projections, or those of `init_from`.", resume="same", needs="training_type=lora", min_length=1)
     lora_dropout: float = option(0.0, "Dropout probability on the LoRA's input.", resume="free",
         needs="training_type=lora", ge=0, lt=1)
     use_rslora: bool = option(False, "Use rank-stabilized LoRA, which scales by alpha / sqrt(rank).", resume="same",
@@ -445,8 +446,7 @@ class OptimizerSection(Section):
 
     optimizer: OptimizerName = option("adamw", "Optimizer; see docs/reference/optimizers.md.", resume="optimizer")
     use_8bit_bnb: bool = option(False, "Use the 8-bit variant of `adam` or `adamw` (bitsandbytes).", resume="optimizer")
-    lr: float = option(1e-4, "Learning rate. With neither `train_steps` nor `train_epochs`, a LoRA on clips has the "
-        "recommended one of its model.", resume="free", ge=0, le=100)
+    lr: float = option(1e-4, "Learning rate. A LoRA on clips has the recommended one.", resume="free", ge=0, le=100)
     scale_lr: bool = option(False, "Multiply `lr` by gradient accumulation x batch size x number of processes.",
         resume="free")
     lr_scheduler: Literal[

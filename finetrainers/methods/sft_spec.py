@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from finetrainers.config.errors import Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
-from finetrainers.data.reading.datasets import read_datasets
+from finetrainers.data.reading.datasets import trigger_words
 from finetrainers.data.reading.items import DataError
 from finetrainers.data.reading.prior_prompts import PriorPrompts, without_triggers
 
@@ -80,8 +80,7 @@ def _prior_prompts(config: TrainConfig, plan: DatasetPlan) -> PriorPrompts:
         texts = tuple(prompt.text for prompt in prompts)
     else:
         texts = ()
-    tokens = [dataset.data.id_token for dataset in read_datasets(config.data)]
-    triggers = tuple(dict.fromkeys(token.strip() for token in tokens if token and token.strip()))
+    triggers = trigger_words(config.data)
     captions = [caption for clip in plan.clips for caption in clip.all_captions]
     if not texts and captions and all(without_triggers(caption, triggers) == caption for caption in captions):
         raise DataError(f"--prior_preservation_weight: there are no prior prompts; {_WAYS}", kind="required")

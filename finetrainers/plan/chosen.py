@@ -4,14 +4,14 @@ where a run resumes, what it has chosen before. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from finetrainers.config.facts import Facts, LoRASettings
-from finetrainers.config.root import DATA, FAMILY, MEMORY, RUN, TrainConfig, by_current_names, fields, sections
+from finetrainers.config.facts import Facts
+from finetrainers.config.root import DATA, FAMILY, INITIAL, MEMORY, RUN, TrainConfig, by_current_names, fields, sections
 from finetrainers.memory.advice import MEMORY_OPTIONS
 from finetrainers.memory.automatic import ACTIVATION_OPTIONS, EXACT_CHOICES
 from finetrainers.methods.registry import method_spec
@@ -21,9 +21,9 @@ from finetrainers.rundir.manifest import MANIFEST, read_manifest
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.reading import read_jsonl
-from finetrainers.utils.text import listed, printable, shortened
+from finetrainers.utils.text import printable, shortened
 
-from .initial_weights import InitialWeights
+from .initial_weights import InitialWeights, read_adapter_options
 
 #: Options of the recommended settings of a LoRA, and the one that stands for steps where these are open.
 _RECOMMENDED = ("rank", "lora_alpha", "lr", "train_steps")
@@ -55,11 +55,13 @@ def take_from_run(config: TrainConfig, checkpoint: Path) -> TrainConfig:
     manifest = read_manifest(checkpoint)
     stored, sources = by_current_names(manifest.get("config") or {}), manifest.get("chosen") or {}
     has_length = any(map(config.is_given, _LENGTH))
-    defaults = [name for name, source in sources.items() if source == FAMILY]
+    defaults = [name for name, source in sources.items() if source in (FAMILY, INITIAL)]
     names = (
         name for name in dict.fromkeys((*_RECOMMENDED, *_LENGTH, *defaults)) if not (has_length and name in _LENGTH)
     )
     values = {name: stored[name] for name in names if name in stored and not config.is_given(name)}
+    if "repeat_id_token" not in stored and not config.is_given("repeat_id_token"):  # a run of before did
+        values["repeat_id_token"] = bool(config.data.id_token or config.data.dataset)
     chosen = {name: sources.get(name, RUN) for name, value in values.items() if value != fields()[name].default}
     config = config.without_chosen(list(config.chosen)).with_chosen(_validated(values), chosen)
     config = _take_memory_options(config, stored, sources)
@@ -180,48 +182,46 @@ def choose_defaults(config: TrainConfig, facts: Facts, *, unread: Collection[str
     return config.with_chosen({name: value for name, value in open_options.items() if name in names}, FAMILY)
 
 
-def choose_recommended(config: TrainConfig, facts: Facts, initial: InitialWeights | None) -> TrainConfig:
+def choose_adapter(
+    config: TrainConfig, initial: InitialWeights | None, targets: Sequence[str], *, resumes: bool
+) -> TrainConfig:
+    """Return a copy of `config` with the adapter of the LoRA that the run begins with, where options are open.
+
+    Args:
+        config: the options.
+        initial: the weights that the run begins with.
+        targets: LoRA targets of the family, which are the default.
+        resumes: whether the run resumes, with the adapter that it has.
+    """
+    if not resumes:
+        config = config.without_chosen([name for name, source in config.chosen.items() if source == INITIAL])
+    if config.training.training_type != "lora":
+        return config
+    if not config.is_given("target_modules") and "target_modules" not in config.chosen:
+        config = config.with_defaults({"target_modules": list(targets)})
+    if initial is None or initial.kind != "lora":
+        return config
+    options = read_adapter_options(initial.path, config.training.target_modules)
+    return config.with_chosen({n: value for n, value in options.items() if not config.is_given(n)}, INITIAL)
+
+
+def choose_recommended(config: TrainConfig, facts: Facts) -> TrainConfig:
     """Return a copy of `config` with the family's recommended settings where a new LoRA on clips leaves them open.
 
-    They apply if neither steps nor epochs are given. Steps are those for few clips, until `choose_by_data`.
+    The length is open if neither steps nor epochs are given. Steps are those for few clips, until `choose_by_data`.
     """
     steps = config.training.train_steps if "train_steps" in config.chosen else None
     by_memory = [name for name, source in config.chosen.items() if source == MEMORY]
-    config = config.without_chosen((*_RECOMMENDED, *SIZES, *by_memory))
-    if not _is_lora_on_clips(config) or facts.lora is None or any(map(config.is_given, _LENGTH)):
+    recommended = [name for name in _RECOMMENDED if config.chosen.get(name) != INITIAL]
+    config = config.without_chosen((*recommended, *SIZES, *by_memory))
+    if facts.lora is None or not _is_lora_on_clips(config):
         return config
-    values = _recommended_values(config, facts.lora, initial)
-    if not config.is_given("train_steps"):
+    is_set = {*config.chosen, *filter(config.is_given, _RECOMMENDED)}
+    rank = config.training.rank if "rank" in is_set else facts.lora.rank
+    values = {"rank": rank, "lora_alpha": float(rank), "lr": facts.lora.lr}
+    if not any(map(config.is_given, _LENGTH)):
         values["train_steps"] = steps or facts.lora.steps
-    return config.with_chosen(values, FAMILY)
-
-
-def _recommended_values(config: TrainConfig, lora: LoRASettings, initial: InitialWeights | None) -> dict[str, Any]:
-    """Return the recommended rank, alpha and learning rate, without given ones."""
-    values: dict[str, Any] = {}
-    if initial is None or initial.kind != "lora":  # it has its own rank and alpha
-        rank = config.training.rank if config.is_given("rank") else lora.rank
-        values |= {"rank": rank, "lora_alpha": float(rank)}
-    values["lr"] = lora.lr
-    return {name: value for name, value in values.items() if not config.is_given(name)}
-
-
-def describe_unused_recommendation(config: TrainConfig, facts: Facts, initial: InitialWeights | None) -> str | None:
-    """Return a note if a new LoRA on clips has defaults instead of recommended settings, or None.
-
-    This is so if steps or epochs are given.
-    """
-    length = next(filter(config.is_given, _LENGTH), None)
-    if length is None or facts.lora is None or not _is_lora_on_clips(config):
-        return None
-    recommended = _recommended_values(config, facts.lora, initial)
-    recommended = {name: value for name, value in recommended.items() if value != config.get(name)}
-    if not recommended:
-        return None
-    defaults = listed([f"{name} {config.get(name):g}" for name in recommended])
-    flags = " ".join(f"--{name} {value:g}" for name, value in recommended.items())
-    verb = "is the program's default" if len(recommended) == 1 else "are the program's defaults"
-    return f"{length} is set, so {defaults} {verb}; recommended for this model: {flags}"
+    return config.with_chosen({name: value for name, value in values.items() if name not in is_set}, FAMILY)
 
 
 def _is_lora_on_clips(config: TrainConfig) -> bool:

@@ -37,6 +37,7 @@ _EXPERT_NAME = re.compile(r"(high|low)[_-]?noise", re.IGNORECASE)
 _PART = re.compile(r"transformer(_\d+)?\.")
 _REGEX_CHARACTERS = re.compile(r"[*+?^$|()\[\]\\]")
 _LORA_NAME = re.compile(r"\.lora_?(A|B|down|up)\b|\.lora_magnitude_vector")
+_DOWN = re.compile(r"\.lora_?(A|down)\b")
 _MODULE = re.compile(r"(?P<module>.+)\.(?:lora_(?:A|B)(?:\.\w+)?\.weight|lora_magnitude_vector(?:\.weight)?)$")
 
 
@@ -201,8 +202,52 @@ def read_lora_header(path: Path) -> tuple[Mapping[str, tuple[int, ...]], dict[st
     return header.shapes, {strip_component(k): v for k, v in stored.items() if strip_component(k) != k}
 
 
+def read_adapter_options(path: Path, targets: Sequence[str]) -> dict[str, Any]:
+    """Return the options of the adapter in a LoRA file as far as its header shows them, in the format of any program.
+
+    Args:
+        path: the file.
+        targets: default LoRA targets; others are returned only if these do not name the file's modules.
+
+    Raises:
+        ValueError: it is not a complete safetensors file.
+    """
+    shapes, settings = read_lora_header(path)
+    ranks = {shape[0] for name, shape in shapes.items() if _DOWN.search(name) and shape}
+    if not ranks:
+        return {}
+    options: dict[str, Any] = {"rank": min(ranks)}  # joined layers of other programs have several times the rank
+    if kind_of(shapes) is not None:
+        stored = read_header(path).metadata.get("ss_network_alpha", "")
+        alpha = stored if any(name.endswith(".alpha") for name in shapes) else options["rank"]
+        with suppress(ValueError):  # it differs between layers, or is only in the data
+            options["lora_alpha"] = float(alpha)
+        return options
+    modules = _lora_modules(shapes)
+    options |= _adapter_settings(shapes, settings, options["rank"])
+    own = settings.get("target_modules") or []
+    for names in (targets, [own] if isinstance(own, str) else own, modules):
+        if not any(_target_differences(modules, names)):
+            return options if names == targets else {**options, "target_modules": list(names)}
+    return options
+
+
+def _lora_modules(shapes: Iterable[str]) -> list[str]:
+    """Return the modules that a LoRA file by diffusers' or PEFT's names adapts."""
+    return sorted({match["module"] for name in shapes if (match := _MODULE.match(strip_component(name)))})
+
+
+def _adapter_settings(shapes: Iterable[str], settings: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Return the options of an adapter beside its rank and targets; alpha is the rank if none is stored."""
+    return {
+        "lora_alpha": float(settings["lora_alpha"]) if settings.get("lora_alpha") is not None else float(rank),
+        "use_rslora": bool(settings.get("use_rslora")),
+        "use_dora": any("lora_magnitude_vector" in name for name in shapes),
+    }
+
+
 def check_lora(
-    path: Path, shapes: Mapping[str, Iterable[int]], settings: Mapping[str, Any], training: TrainingSection
+    path: Path, shapes: Mapping[str, Sequence[int]], settings: Mapping[str, Any], training: TrainingSection
 ) -> None:
     """Refuse a LoRA that cannot become the adapter that the options describe; other programs' names are not checked.
 
@@ -215,37 +260,31 @@ def check_lora(
     Raises:
         ValueError: with every difference.
     """
-    modules = {name: match["module"] for name in shapes if (match := _MODULE.match(strip_component(name)))}
-    if kind_of(shapes) is not None or not any(".lora_A" in name for name in modules):
+    modules = _lora_modules(shapes)
+    ranks = sorted({shape[0] for name, shape in shapes.items() if ".lora_A" in name})
+    if kind_of(shapes) is not None or not modules or not ranks:
         return
-    ranks = sorted({next(iter(shapes[name])) for name in modules if ".lora_A" in name})
     differences = []
     if ranks != [training.rank]:
         differences.append(f"rank: {', '.join(map(str, ranks))} in the file, {training.rank} in this run")
-    # A missing `lora_alpha` means the rank, as in diffusers.
-    is_stated = settings.get("lora_alpha") is not None
-    alpha = float(settings["lora_alpha"]) if is_stated else ranks[-1]
-    note = "" if is_stated else ", which stores none, so it is the rank"
-    if not math.isclose(alpha, training.lora_alpha):
-        differences.append(f"lora_alpha: {alpha:g} in the file{note}, {training.lora_alpha:g} in this run")
-    has_dora = any("lora_magnitude_vector" in name for name in modules)
-    differences += [
-        f"{option}: {value} in the file, {getattr(training, option)} in this run"
-        for option, value in {"use_rslora": bool(settings.get("use_rslora")), "use_dora": has_dora}.items()
-        if value != getattr(training, option)
-    ]
+    note = "" if settings.get("lora_alpha") is not None else ", which stores none, so it is the rank"
+    for option, value in _adapter_settings(shapes, settings, ranks[-1]).items():
+        is_alpha, own = option == "lora_alpha", getattr(training, option)
+        if not math.isclose(value, own):
+            stored = f"{value:g} in the file{note}, {own:g}" if is_alpha else f"{value} in the file, {own}"
+            differences.append(f"{option}: {stored} in this run")
     differences += [
         f"{pattern}: {settings[pattern]} in the file; here all modules have the same"
         for pattern in ("rank_pattern", "alpha_pattern")
         if settings.get(pattern)
     ]
-    differences += _target_differences(sorted(set(modules.values())), training.target_modules)
+    differences += _target_differences(modules, training.target_modules)
     if differences:
         message = f"{path} does not fit this run's adapter: {'; '.join(differences)}. Set the options as in the file"
         raise InputError(message, "mismatch")
 
 
-def _target_differences(modules: list[str], targets: list[str]) -> Iterator[str]:
+def _target_differences(modules: Sequence[str], targets: Sequence[str]) -> Iterator[str]:
     def matches(target: str, module: str) -> bool:
         return re.fullmatch(target, module) is not None if is_expression(targets) else is_target(module, target)
 

@@ -25,6 +25,7 @@ from finetrainers.config.sections import AUTO, ValidationSection
 from finetrainers.config.target import TargetDevice, target_device
 from finetrainers.data.buckets.frames import sampling_fps
 from finetrainers.data.inspect.probe import probe
+from finetrainers.data.reading.datasets import trigger_warning
 from finetrainers.data.reading.items import DataError
 from finetrainers.data.reading.media import decoding, open_image
 from finetrainers.data.reading.status import InvalidSampleError
@@ -46,11 +47,11 @@ from finetrainers.utils.text import listed
 from finetrainers.utils.versions import version_problem
 
 from .check_videos import check_prompt_videos
-from .chosen import SIZES, choose_by_data, choose_defaults, choose_recommended, take_from_run
+from .chosen import SIZES, choose_adapter, choose_by_data, choose_defaults, choose_recommended, take_from_run
 from .initial_weights import InitialWeights, with_other_expert
 from .ownership import MODEL_OPTIONS, is_run, model_sources, output_dir_problems
 from .parts import CustomParts
-from .resume_plan import Start, initial_weights, new_run, resume_run
+from .resume_plan import Start, check_fits, initial_weights, new_run, resume_run
 
 if TYPE_CHECKING:
     from finetrainers.models.spec import ModelSpec
@@ -134,18 +135,16 @@ def preflight(
     """
     _check_environment()
     config, family = resolve_family(config)
-    if config.training.training_type == "lora" and not config.changed("target_modules"):
-        config = with_options(config, "training", target_modules=list(family.facts.lora_targets))
     findings = Findings()
     method = _find_method(config, findings)
     if weights and writes and not (preparing and config.data.precompute_dir):
         _check_output_dir(config, family, findings)
     earlier = scan_checkpoints(config.run.output_dir)
-    config, checkpoint, initial = _find_weights(config, findings, damaged or {})
+    config, checkpoint, initial = _find_weights(config, family, findings, damaged or {})
     facts, is_readable = _find_facts(config, family, initial, weights=weights, findings=findings)
     config = resolve_other_expert(config, facts, findings)
     if method is not None and checkpoint is None:
-        config = choose_recommended(choose_defaults(config, facts, unread=method.unread), facts, initial)
+        config = choose_recommended(choose_defaults(config, facts, unread=method.unread), facts)
     prompts = read_prompts(config, findings)
     scored = _read_scored(config, method, findings)
     rules = option_findings(config, facts, prompts, scored, device=target_device(config))
@@ -290,6 +289,7 @@ def _check_work(
     check_prompt_videos(config, facts, prompts, plan.size, findings)
     check_prompt_videos(config, facts, scored, plan.size, findings, option="eval_prompts")
     check_pipeline_arguments(config, facts, [prompt.size or plan.size for prompt in (*prompts, *scored)], findings)
+    findings.warnings += filter(None, [trigger_warning(config.data, [prompt.prompt for prompt in prompts])])
     sizes = _list_sizes(plan, [*prompts, *scored])
     check_shared_sizes(config, facts, sizes, findings, processes=launched_processes())
     if facts.first_frame != "unknown":
@@ -338,7 +338,7 @@ def resolve_other_expert(config: TrainConfig, facts: Facts, findings: Findings) 
 
 
 def _find_weights(
-    config: TrainConfig, findings: Findings, damaged: Mapping[Path, str]
+    config: TrainConfig, family: Family, findings: Findings, damaged: Mapping[Path, str]
 ) -> tuple[TrainConfig, Path | None, InitialWeights | None]:
     """Return the checkpoint to resume from, the weights that the run begins with, and its options as then.
 
@@ -354,6 +354,10 @@ def _find_weights(
     if not findings.errors:
         with collecting_problems(findings.errors, "--init_from"):
             initial = initial_weights(config, checkpoint)
+    with collecting_problems(findings.errors, "--init_from"):
+        config = choose_adapter(config, initial, family.facts.lora_targets, resumes=checkpoint is not None)
+        if initial is not None:
+            check_fits(initial, config)
     if initial is not None and initial.kind == "full":
         config = with_options(config, "model", transformer_id=str(initial.path))
     return config, checkpoint, initial

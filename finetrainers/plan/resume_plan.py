@@ -116,7 +116,7 @@ def initial_weights(config: TrainConfig, checkpoint: Path | None) -> InitialWeig
     """Return the weights that a run begins with, or those that a continued run needs beside its checkpoint.
 
     Raises:
-        ValueError: they do not exist or do not fit; or the checkpoint to continue began with other weights.
+        ValueError: they do not exist, or the checkpoint to continue began with other weights.
     """
     source = config.training.init_from
     if checkpoint is not None:
@@ -135,9 +135,7 @@ def initial_weights(config: TrainConfig, checkpoint: Path | None) -> InitialWeig
         source = source or origin
     if source is None:
         return None
-    weights = find_initial_weights(source)
-    _check_fits(weights, config)
-    return weights
+    return find_initial_weights(source)
 
 
 def _is_origin(source: str, checkpoint: Path) -> bool:
@@ -149,8 +147,12 @@ def _is_origin(source: str, checkpoint: Path) -> bool:
         return False
 
 
-def _check_fits(initial: InitialWeights, config: TrainConfig) -> None:
-    """Refuse weights that do not fit the run, judged by the headers of their files."""
+def check_fits(initial: InitialWeights, config: TrainConfig) -> None:
+    """Refuse weights that do not fit the run, judged by the headers of their files.
+
+    Raises:
+        ValueError: with every difference.
+    """
     if initial.model_name not in (None, config.model.model_name):
         message = f"{initial.source} is a {initial.model_name}, and this run trains a {config.model.model_name}"
         raise InputError(message, "mismatch")

@@ -22,13 +22,12 @@ from finetrainers.utils.spelling import spelled
 from finetrainers.utils.text import file_size, plural, shortened, without_controls
 from finetrainers.utils.train_log import PrintedLines
 
-from .chosen import describe_unused_recommendation
 from .preflight import ResolvedRun
 
 #: Descriptions of the sources of chosen values.
 _SOURCES = {
     "family": "recommended settings of the model", "data": "sizes of the clips", "run": "as in the resumed run",
-    "memory": "memory of the GPU",
+    "memory": "memory of the GPU", "init_from": "as in the file of --init_from",
 }  # fmt: skip
 #: Environment variable of a stage's process: JSON list of warnings that were printed with the plan of all stages.
 SKIPPED_WARNINGS = "FINETRAINERS_SKIPPED_WARNINGS"
@@ -57,10 +56,6 @@ def print_first_line(checked: ResolvedRun, *, before: str = "") -> None:
     # A note names the buckets that were just chosen; those of a resumed run have no note.
     noted = "data" if getattr(checked.plan, "chosen", {}) else None
     print_chosen(config, *(source for source in dict.fromkeys(config.chosen.values()) if source != noted))
-    if checked.start.checkpoint is None:
-        note = describe_unused_recommendation(config, checked.facts, checked.start.initial)
-        if note is not None:
-            print_line(f"note: {note}")
     single = checked.family.single_files(config.model)
     if single:
         print_line("from single files: " + ", ".join(f"{part_name(part)} {path}" for part, path in single.items()))

@@ -52,7 +52,7 @@ _CARD = """---
     own_transformer | code }}, without which it is of no use
 {%- elif began_with %}, begun with the weights of {{ began_with | code }}{% endif %}, trained with finetrainers {{
     version }} for {{ state.step }} steps on {{ plural(plan.count, plan.noun) }}.
-{%- if data.id_token %} Put {{ data.id_token | code }} before your prompt.{% endif %}
+{%- if data.id_token %} Put {{ data.id_token | code }} into your prompt.{% endif %}
 {%- if expert %} It is for {{ expert }} noise levels, the expert {{ part | code }}. Samples have {{
     other_expert | code if other_expert else "the model's own weights" }} in the other expert.{% endif %}
 {% if grid %}

@@ -29,7 +29,7 @@ from finetrainers.utils.text import listed
 STAGE_FILE = "stage.toml"
 #: Tables whose options do not affect the trained weights.
 _NEUTRAL_TABLES = ("run", "validation", "memory", "parallel")
-#: Options that a LoRA must share with the LoRA that it begins from.
+#: Options that a LoRA must share with the LoRA that it begins from; those that are open are taken from it.
 _LORA_OPTIONS = ("training_type", "rank", "lora_alpha", "target_modules", "use_rslora", "use_dora")
 
 
@@ -152,7 +152,7 @@ def incompatibilities(source: TrainConfig, config: TrainConfig, load: Load) -> l
         allowed = ("data", "scheduler", "step")
         names = [name for name, reset in critical_options().items() if reset not in allowed]
     elif load == "lora" and config.training.training_type == "lora":
-        names = list(_LORA_OPTIONS)
+        names = [name for name in _LORA_OPTIONS if name == "training_type" or config.is_given(name)]
     else:
         return []
     return [f"{name}: {then[name]} there, {now[name]} here" for name in names if then[name] != now[name]]

@@ -22,6 +22,7 @@ from finetrainers.config.prompts import MEDIA_OPTIONS, ValidationPrompt, parse_v
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sample import VALIDATION_NAMES, SampleSection, options_of_runs
 from finetrainers.data.buckets.buckets import sample_size
+from finetrainers.data.reading.datasets import trigger_warning
 from finetrainers.memory.estimate import computed_bytes
 from finetrainers.methods.registry import is_method, method_spec
 from finetrainers.models.registry import (
@@ -249,9 +250,8 @@ def plan_targets(
     if findings.errors:
         raise ConfigError(use_command_names(findings.errors))
     first = config.training.seed if options.seed is None else options.seed
-    trigger = config.data.id_token
-    if trigger and not any(trigger in prompt.prompt for prompt in prompts):
-        findings.warnings.insert(0, f"no prompt has the trigger word of the run, {trigger} (id_token)")
+    if (warning := trigger_warning(config.data, [prompt.prompt for prompt in prompts])) is not None:
+        findings.warnings.insert(0, warning)
     return SamplePlan(
         names, config, family, facts, prompts, variants, range(first, first + options.num), output_dir,
         findings.warnings,
@@ -328,10 +328,10 @@ def _prompts(
     """Return the configuration with sampling settings as its validation, and the prompts, each with a size."""
     use_run_prompts = options.prompts is None
     values: dict[str, Any] = {"validation_steps": None, "validation_epochs": None, "validation_at_start": None}
-    given = {name: getattr(options, VALIDATION_NAMES[name]) for name in _SETTINGS}
-    if given["validation_guidance_scale"] is not None:  # also of the second expert, unless that has another one
+    settings = {name: getattr(options, VALIDATION_NAMES[name]) for name in _SETTINGS}
+    if settings["validation_guidance_scale"] is not None:  # also of the second expert, unless that has another one
         values["validation_guidance_scale_2"] = None
-    values |= {name: value for name, value in given.items() if value not in (None, [])}
+    values |= {name: value for name, value in settings.items() if value not in (None, [])}
     if not use_run_prompts:
         values |= {"validation_prompts": options.prompts, **dict.fromkeys(MEDIA_OPTIONS.values())}
     config = config.with_values(values)

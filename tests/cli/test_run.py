@@ -195,7 +195,7 @@ def test_mistakes_of_all_stages_are_found_before_the_first(
     code, found = refused_command(["run", "stages.toml", "--plan"])
     assert (code, [place for place, _ in found]) == (2, ["stage mid, init", "stage high, init"])
     _, mid, high = capsys.readouterr().err.splitlines()
-    assert re.search("stage mid, init: .* stage low .*rank: 64 .* 8 ", mid)
+    assert re.search("stage mid, init: .* stage low .*rank: 16 .* 8 ", mid)
     assert re.search("stage high, init: .* stage mid .*rank: 8 .* 16 ", high)
     assert not Path("finetrainers-training").exists()
 

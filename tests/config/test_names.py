@@ -79,7 +79,7 @@ def test_what_is_accepted_is_said_once(caplog, tmp_path):
     assert (config.training.rank, config.optimizer.lr, config.training.train_steps) == (8, 1e-3, 5)
     notes = [record.getMessage().partition(": ")[2] for record in caplog.records]
     assert notes[0].startswith(f"network_dim ({file}:2) as rank; ")
-    assert notes[0].endswith(" --lora_alpha 64")
+    assert notes[0].endswith(" of --lora_alpha")
     assert notes[1:] == ["--learning_rate as --lr, --max_steps as --train_steps"]
 
 

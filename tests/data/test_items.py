@@ -290,13 +290,27 @@ def test_an_empty_folder_says_what_was_looked_for(tmp_path: Path) -> None:
     ],
 )
 def test_llm_prefixes(caption: str, cleaned: str) -> None:
-    assert clean_caption(caption, remove_prefixes=True) == cleaned
-    assert clean_caption(caption) == caption.strip()
+    assert clean_caption(caption, DataSection(remove_common_llm_caption_prefixes=True)) == cleaned
+    assert clean_caption(caption, DataSection()) == caption.strip()
 
 
-def test_id_token_comes_first_with_one_space() -> None:
-    assert clean_caption("This video shows a cat", id_token=" BW ", remove_prefixes=True) == "BW a cat"
-    assert clean_caption("", id_token="BW") == "BW"
+@pytest.mark.parametrize(
+    ("caption", "cleaned"),
+    [
+        ("The clip shows a cat", "BW a cat"),
+        ("", "BW"),
+        ("cat in BW, close", "cat in BW, close"),
+        ("The clip shows BW", "BW"),
+        ("a BWV cat", "BW a BWV cat"),  # another word
+        ("a cat, [trigger] style", "a cat, BW style"),
+    ],
+)
+def test_every_caption_has_the_trigger_word_once(caption: str, cleaned: str) -> None:
+    options = {"id_token": " BW ", "remove_common_llm_caption_prefixes": True}
+    assert clean_caption(caption, DataSection(**options)) == cleaned
+    repeated = clean_caption(caption, DataSection(**options, repeat_id_token=True))
+    assert (repeated == cleaned) == ("BW" not in caption.split() and "BW," not in caption and "[" not in caption)
+    assert clean_caption(caption, DataSection()) == caption.strip()
 
 
 def test_the_two_files_of_the_usual_names_are_read_without_options(root: Path) -> None:

@@ -19,10 +19,10 @@ from finetrainers.config.sample import VALIDATION_NAMES, SampleSection, options_
 from finetrainers.config.watch import WatchSection
 from finetrainers.models.family import Family
 from finetrainers.models.registry import families
+from finetrainers.plan import chosen
 from finetrainers.plan.dry_run import dry_run_report
 from finetrainers.plan.preflight import preflight
 from finetrainers.plan.ready import get_ready
-from finetrainers.plan.start_report import print_first_line
 from finetrainers.sampling.plan import plan_samples
 from finetrainers.sampling.watch.plan import plan_watch
 from finetrainers.sampling.weights import run_source
@@ -70,9 +70,9 @@ def test_a_lora_on_clips_takes_the_recommended_settings(family: str, open_option
 def test_what_is_given_wins(open_options: Callable[..., dict]) -> None:
     assert settings(resolve(**open_options(rank=8)))[:2] == (8, 8)  # the scale of the recommended ones
     assert settings(resolve(**open_options(rank=8, lora_alpha=4, lr=1e-3)))[:3] == (8, 4, 1e-3)
-    old = (64, 64, 1e-4)
-    assert settings(resolve(**open_options(train_epochs=1))) == (*old, None)
-    assert settings(resolve(**open_options(train_steps=7))) == (*old, 7)
+    recommended = settings(resolve(**open_options()))[:3]
+    assert settings(resolve(**open_options(train_epochs=1))) == (*recommended, None)  # whatever the length
+    assert settings(resolve(**open_options(train_steps=7))) == (*recommended, 7)
     assert settings(resolve(**open_options(training_type="full-finetune")))[2:] == (1e-4, None)
 
 
@@ -157,7 +157,7 @@ def test_a_copy_of_the_resolved_file_chooses_again(open_options: Callable[..., d
     assert (copy.training.train_steps, copy.chosen) == (5, first.chosen)
     assert not any(copy.is_given(name) for name in (*LORA, "train_epochs"))
     assert resolve(path=path) == first
-    assert settings(resolve(path=path, train_epochs=2)) == (64, 64, 1e-4, None)
+    assert settings(resolve(path=path, train_epochs=2)) == (*settings(first)[:3], None)
     assert settings(resolve(path=path, rank=2))[:2] == (2, 2)
 
 
@@ -172,40 +172,46 @@ def test_dry_runs_print_what_is_chosen_and_its_source(
     assert "[chosen.family]" in printed
 
 
-def test_a_run_with_given_steps_notes_defaults_that_differ(
-    open_options: Callable[..., dict], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def notes(**values: Any) -> list[str]:
-        print_first_line(preflight(load_config(**open_options(**values))))
-        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
-
-    [note] = notes(train_steps=7)
-    assert all(text in note for text in ("train_steps", "rank 64, lora_alpha 64 and lr 0.0001"))
-    assert note.endswith(": --rank 16 --lora_alpha 16 --lr 0.002")
-    [note] = notes(train_epochs=1, rank=8, lora_alpha=8)
-    assert ("train_epochs" in note, "train_steps" in note, "lora_alpha" in note) == (True, False, False)
-    assert note.endswith(": --lr 0.002")
-    assert notes(train_steps=7, rank=8, lora_alpha=4, lr=1e-4) == notes() == []
-    assert notes(train_steps=7, training_type="full-finetune") == []
-
-
 def test_a_resumed_run_keeps_what_its_run_had(
-    open_options: Callable[..., dict], run: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+    open_options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As runs of versions that had rank 64, alpha 64 and a rate of 1e-4 where the length was set."""
     values = open_options(clips=2)
-    trained = run(**values, rank=2, lr=3e-3, train_steps=2)
-    [note] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: train_steps")]
-    assert note.endswith(": --lora_alpha 2")
+    with monkeypatch.context() as patch:
+        patch.setattr("finetrainers.plan.preflight.choose_recommended", lambda config, _: config)
+        trained = run(**values, rank=2, lr=3e-3, train_steps=2)
     checkpoint = trained.root / "checkpoints" / "step-2"
-    capsys.readouterr()
-    dry_run_report(get_ready(load_config(**values, resume_from_checkpoint="latest", train_steps=3, dry_run=True)))
-    assert "note: train_steps" not in capsys.readouterr().out
     resumed = resolve(**values, resume_from_checkpoint="latest")
-    assert settings(resumed) == (2, 64, 3e-3, 2)  # steps were given, so alpha was the default
+    assert settings(resumed) == (2, 64, 3e-3, 2)
     assert dict(resumed.chosen) == dict.fromkeys(("rank", "lr", "train_steps"), "run")
     assert settings(resolve(**values, resume_from_checkpoint="latest", train_steps=3, lr=1e-4)) == (2, 64, 1e-4, 3)
     assert settings(resolve(**values, resume_from_checkpoint="latest", train_epochs=3))[3] is None
     assert json.loads((checkpoint / "manifest.json").read_text())["chosen"] == {}
+
+
+def test_a_resumed_run_of_before_keeps_its_captions(
+    open_options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It has put the trigger word before captions that contain it, and its manifest does not say so."""
+    values = open_options(id_token="pattern", rank=2, train_steps=1, validation_prompts="a cube", validation_steps=9)
+
+    def captions(**changes: Any) -> tuple[str, bool]:
+        checked = preflight(load_config(**{**values, **changes}))
+        [caption] = checked.plan.all_captions()
+        assert [warning for warning in checked.warnings if "pattern (id_token)" in warning]
+        return caption, checked.config.data.repeat_id_token
+
+    caption, repeats = captions()
+    assert (caption.split()[:2], repeats) == (["pattern", "number"], False)
+    trained = run(**values, repeat_id_token=True)
+    before = chosen.read_manifest(trained.root / "checkpoints" / "step-1")
+    del before["config"]["repeat_id_token"]
+    monkeypatch.setattr(chosen, "read_manifest", lambda _: before)
+    assert captions(resume_from_checkpoint="latest") == (f"pattern {caption}", True)
+    resumed = preflight(load_config(**values, resume_from_checkpoint="latest")).config
+    (tmp_path / "again.toml").write_text(dump_toml(resumed.with_values({"output_dir": tmp_path / "again"})))
+    assert load_config(tmp_path / "again.toml").data.repeat_id_token
+    assert captions(resume_from_checkpoint="latest", repeat_id_token=False, reset=["data"])[1] is False
 
 
 def test_chosen_values_are_stored_with_the_run(open_options: Callable[..., dict], run: Callable[..., Any]) -> None:
@@ -260,7 +266,7 @@ def test_samples_of_given_buckets_have_the_largest_one(
         (tmp_path / "clips" / f"{name}.txt").write_text(name)
     values["video_resolution_buckets"] = ["9x64x64", "9x64x128"]
     trained = run(**values)
-    assert trained.state.config.chosen == {}
+    assert not trained.state.config.has_chosen_sizes
     assert preflight(load_config(**{**values, "output_dir": str(tmp_path / "new")})).plan.size == (9, 64, 128)
     assert default_sample_size(trained.root) == (9, 64, 128)
 

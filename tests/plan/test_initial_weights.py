@@ -266,6 +266,35 @@ def test_a_lora_that_does_not_fit_is_refused_from_its_header(
     assert re.search("step-2 .*ltx_video,.* cogvideox", str(caught.value))
 
 
+def test_the_adapter_of_a_lora_is_taken_where_it_is_not_set(
+    options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Also when that run resumes; a file by other programs' names has rank and alpha."""
+    adapter = {"rank": 3, "lora_alpha": 6, "use_rslora": True, "use_dora": True, "target_modules": ["to_k", "to_q"]}
+    first = run(**options(**adapter, train_steps=1, output_dir=str(tmp_path / "first")))
+    open_values = {n: value for n, value in options(train_steps=2).items() if n not in adapter}
+    values = {**open_values, "init_from": str(first.root), "output_dir": str(tmp_path / "second")}
+
+    def adopted(**changes: Any) -> dict[str, Any]:
+        config = preflight(load_config(**{**values, **changes})).config
+        assert {config.chosen[name] for name in adapter if name in config.chosen} <= {"init_from"}
+        return {name: config.get(name) for name in adapter}
+
+    assert adopted() == adapter
+    second = run(**values, checkpointing_steps=1)
+    assert adopted(resume_from_checkpoint="1") == adopted(resume_from_checkpoint="latest") == adapter
+    assert run(**{**values, "resume_from_checkpoint": "1", "output_dir": str(second.root)}).state.step == 2
+    third = load_config(second.root / "config.toml", init_from=str(first.root), output_dir=str(tmp_path / "third"))
+    assert {name: preflight(third).config.get(name) for name in adapter} == adapter
+    with refused_options(("--init_from", "mismatch")):
+        adopted(rank=4, output_dir=str(tmp_path / "third"))
+    file = load_file(first.root / LORA)
+    plain = {name.replace("transformer.", "diffusion_model.", 1): t for name, t in file.items() if "lora_A" in name}
+    save_file(plain, tmp_path / "comfy.safetensors")
+    foreign = adopted(init_from=str(tmp_path / "comfy.safetensors"), output_dir=str(tmp_path / "fourth"))
+    assert (foreign["rank"], foreign["lora_alpha"]) == (3, 3)
+
+
 def test_a_lora_of_another_model_is_refused_before_it_is_trained(
     stages: dict[str, Path], options: Callable[..., dict], tmp_path: Path
 ) -> None:

@@ -132,7 +132,7 @@ def test_card_names_base_model_prompts_samples_and_changed_settings_only(tmp_pat
     assert "finetrainers train --config config.toml --output_dir repeated" in card
     assert "grid.jpg" not in card  # there is none
     assert "12 steps on 3 clips" in card.replace("\n", " ")
-    assert " `MY` before your prompt" in card
+    assert " `MY` into your prompt" in card
     assert "secret-token" not in card
     assert "/private/clips" not in card
 

@@ -291,7 +291,7 @@ def _caption_warnings(part: Part) -> Iterator[str]:
     """Yield a warning with the number of usable items that train without a caption."""
     data = part.dataset.data
     items = [entry.item for entry in part.probed if entry.unusable is None]
-    blank = clean_caption("", id_token=data.id_token)  # the trigger word, if there is one
+    blank = clean_caption("", data)  # the trigger word, if there is one
     names = [printable_name(item.name) for item in items if item.captions == (blank,)]
     if not names:
         return

@@ -7,7 +7,8 @@ changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +28,7 @@ from finetrainers.utils.text import plural
 
 from .diffusion_pipe import Translated, translate
 from .items import DataError, Reading, read_dataset
+from .sources.captions import has_word
 from .sources.folder import LISTS, lacks_lists
 from .sources.rows import path_error
 
@@ -109,6 +111,27 @@ def read_datasets(data: DataSection) -> list[Dataset]:
         replace(dataset, data=_with_buckets(dataset.data, data.dataset_buckets.get(dataset.name, ())))
         for dataset in _with_names(datasets)
     ]
+
+
+def trigger_words(data: DataSection) -> tuple[str, ...]:
+    """Return the trigger words of all datasets, each once.
+
+    Raises:
+        DataError: see `read_datasets`.
+    """
+    tokens = ((dataset.data.id_token or "").strip() for dataset in read_datasets(data))
+    return tuple(dict.fromkeys(filter(None, tokens)))
+
+
+def trigger_warning(data: DataSection, prompts: Iterable[str]) -> str | None:
+    """Return a warning if prompts are sampled and none has a trigger word, or None. Unreadable datasets have none."""
+    triggers, prompts = tuple[str, ...](), list(prompts)
+    with suppress(DataError):
+        triggers = trigger_words(data)
+    if not prompts or not triggers or any(has_word(prompt, word) for prompt in prompts for word in triggers):
+        return None
+    words = " or ".join(triggers)
+    return f"no prompt has the trigger word {words} (id_token), so samples need not show what its captions teach"
 
 
 def _with_buckets(data: DataSection, buckets: Sequence[tuple[int, int, int]]) -> DataSection:

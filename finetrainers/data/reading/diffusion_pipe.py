@@ -52,6 +52,8 @@ def translate(table: Mapping[str, Any]) -> Translated:
     for key, option in _RENAMED.items():
         if key in rest:
             translated.options[option] = rest.pop(key)
+    if translated.options.get("id_token"):  # it is put before every caption
+        translated.options["repeat_id_token"] = True
     _translate_sizes(rest, translated)
     translated.options |= rest
     return translated

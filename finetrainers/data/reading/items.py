@@ -319,10 +319,7 @@ def _clean_captions(row: Row, data: DataSection, findings: Findings) -> tuple[st
         captions = ("",)
     if (reason := _text_problem(captions)) is not None:
         return InvalidSample("caption_missing", reason)
-    cleaned = tuple(
-        clean_caption(caption, id_token=data.id_token, remove_prefixes=data.remove_common_llm_caption_prefixes)
-        for caption in captions
-    )
+    cleaned = tuple(clean_caption(caption, data) for caption in captions)
     longest = max(map(len, cleaned))
     if longest > LONG_CAPTION:
         findings.note(

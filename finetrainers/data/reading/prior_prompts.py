@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from finetrainers.utils.seeding import derive_seed
+
+from .sources.captions import word_pattern
 
 
 @dataclass(frozen=True)
@@ -38,5 +39,5 @@ class PriorPrompts:
 def without_triggers(caption: str, triggers: Iterable[str]) -> str:
     """Return a caption without trigger words, and without the punctuation and blanks left at its beginning."""
     for trigger in triggers:
-        caption = re.sub(rf"(?<!\w){re.escape(trigger)}(?!\w)", " ", caption)
+        caption = word_pattern(trigger).sub(" ", caption)
     return " ".join(caption.split()).lstrip(",.;: ")

@@ -145,7 +145,7 @@ def _data_reasons(items: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Return comments on options of the data."""
     blank = sum(1 for item in items if item["use"] != "rejected" and not item["caption"])
     return {
-        "id_token": "trigger word, put before every caption; put it before your prompts yourself",
+        "id_token": "trigger word, put before every caption that lacks it; put it into your prompts yourself",
         "max_bad_samples": "unusable files that are left out; more are an error",
         "caption_missing": f"{plural(blank, 'file')} without a caption; skip leaves them out",
         "caption_dropout_p": "share of samples without a caption, for classifier-free guidance",

@@ -18,10 +18,7 @@ from .offers import Answers
 _WIDTH = 100
 #: Headings of options that are written as comments, since a run chooses them again.
 _SIZES = "Sizes, chosen from the clips when training starts; to fix them:"
-_RECOMMENDED = (
-    "Chosen for this model and number of clips while neither train_steps nor train_epochs is set; if you set the "
-    "steps, set rank, alpha and rate too:"
-)
+_RECOMMENDED = "Chosen for this model and number of clips; to fix them:"
 
 
 def write_file(path: Path, proposal: Proposal, answers: Answers) -> str:

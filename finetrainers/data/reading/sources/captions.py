@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from functools import cache
+
+from finetrainers.config.sections import DataSection
 
 _VERBS = (
     "shows|showcases|depicts|displays|features|captures|highlights|introduces|presents|portrays|illustrates|"
@@ -17,14 +20,34 @@ _LLM_PREFIX = re.compile(rf"^\s*(?:{_SUBJECT} (?:{_VERBS})\s+|in {_SUBJECT}\s*,\
 LONG_CAPTION = 1000
 
 
-def clean_caption(caption: str, *, id_token: str | None = None, remove_prefixes: bool = False) -> str:
-    """Return the caption for the text encoder: blanks trimmed, opening phrase removed, `id_token` put before it."""
-    caption = caption.strip()
-    if remove_prefixes:
+#: Place of the trigger word in a caption, by ai-toolkit's name.
+PLACEHOLDER = "[trigger]"
+
+
+def clean_caption(caption: str, data: DataSection) -> str:
+    """Return the caption for the text encoder: blanks trimmed, opening phrase removed, with the trigger word.
+
+    The word stands where the caption has it or `[trigger]`, and otherwise before the caption.
+    """
+    caption, token = caption.strip(), (data.id_token or "").strip()
+    if data.remove_common_llm_caption_prefixes:
         caption = _LLM_PREFIX.sub("", caption, count=1) or caption
-    if id_token and id_token.strip():
-        caption = f"{id_token.strip()} {caption}".strip()
-    return caption
+    if not token:
+        return caption
+    if PLACEHOLDER in caption and not data.repeat_id_token:
+        return caption.replace(PLACEHOLDER, token)
+    return caption if has_word(caption, token) and not data.repeat_id_token else f"{token} {caption}".strip()
+
+
+@cache
+def word_pattern(word: str) -> re.Pattern[str]:
+    """Return the expression that matches a whole word, or several, in a text."""
+    return re.compile(rf"(?<!\w){re.escape(word)}(?!\w)")
+
+
+def has_word(text: str, word: str) -> bool:
+    """Return whether a text contains a whole word."""
+    return word_pattern(word).search(text) is not None
 
 
 def split_captions(text: str, *, each_line: bool) -> tuple[str, ...]:
