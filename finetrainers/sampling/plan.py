@@ -329,7 +329,7 @@ def _prompts(
     use_run_prompts = options.prompts is None
     values: dict[str, Any] = {"validation_steps": None, "validation_epochs": None, "validation_at_start": None}
     settings = {name: getattr(options, VALIDATION_NAMES[name]) for name in _SETTINGS}
-    if settings["validation_guidance_scale"] is not None:  # also of the second expert, unless that has another one
+    if settings["validation_guidance_scale"] is not None:  # it is also that of the second expert by default
         values["validation_guidance_scale_2"] = None
     values |= {name: value for name, value in settings.items() if value not in (None, [])}
     if not use_run_prompts:
