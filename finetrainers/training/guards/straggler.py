@@ -59,5 +59,5 @@ class StragglerMonitor:
                 "straggler", step=step, rank=slowest, waiting_s=round(waiting, 3), step_s=round(step_s, 3)
             )
             if self.parallel.is_main:
-                logger.warning("rank %d is slow: other ranks wait %.2f s of each %.2f s step", waiting, step_s, slowest)
+                logger.warning("rank %d is slow: other ranks wait %.2f s of each %.2f s step", slowest, waiting, step_s)
         return {"slowest_rank": float(slowest), "waiting_s": waiting}
