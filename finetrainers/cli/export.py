@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from typing import Any
 
 from finetrainers.config.arguments import path_argument
@@ -69,20 +68,19 @@ def add_export(commands: Any) -> None:
 
 def _check(arguments: argparse.Namespace) -> list[Problem]:
     """Return the problems that headers show, and set the source, the formats and their directory."""
-    from finetrainers.results.export_formats import find_source, source_problems, unwritten_formats
+    from finetrainers.results.export_formats import (
+        find_source,
+        setting_problems,
+        source_problems,
+        unwritten_formats,
+    )
 
     arguments.format = list(dict.fromkeys(arguments.format or ()))
-    problems = []
-    if arguments.lora_scale is not None and not math.isfinite(arguments.lora_scale):
-        problems.append(Problem("--lora_scale", f"must be a finite number, got {arguments.lora_scale}"))
-    if arguments.lora_scale is not None and arguments.format and "merged" not in arguments.format:
-        message = "requires --format merged; with other formats, set the scale in the program that loads the LoRA"
-        problems.append(Problem("--lora_scale", message, "unsupported"))
-    if arguments.one_file and arguments.format and not {"diffusers", "merged"} & {*arguments.format}:
-        message = (
-            "requires --format diffusers or merged, with networks in diffusers layout; the other formats are one file"
+    problems = [
+        *setting_problems(
+            arguments.format, dtype=arguments.dtype, lora_scale=arguments.lora_scale, one_file=arguments.one_file
         )
-        problems.append(Problem("--one_file", message, "unsupported"))
+    ]
     names = ("pretrained_model_name_or_path", "model_name", "expert", "other_expert")
     model_options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     source, place = None, arguments.output_dir

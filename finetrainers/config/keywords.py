@@ -1,17 +1,17 @@
-"""Options in messages as keywords of Python: `--rank 8` becomes `rank=8`, and `--no-use_ema` `use_ema=False`."""
+"""Options in messages as keywords of Python: `--rank 8` becomes `rank=8`, and `--no-use_ema` `use_ema=False`.
+
+Options are those of a run, and those of commands that are also functions: `sample`, `export`, `estimate`, `report`.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BeforeValidator
 
 from finetrainers.utils.spelling import spell_keywords_by
-
-if TYPE_CHECKING:
-    from .option import Option
 
 #: A command, whose flags stay, or a flag.
 _TEXT = re.compile(
@@ -24,8 +24,14 @@ _NUMBER = re.compile(r"-?(\d+(\.\d+)?|\.\d+)(e[+-]?\d+)?")
 _NAME = re.compile(r"'.*'|[A-Z][A-Zx_]*(\.\w+)?|(?!-).*[\d/=_].*")
 #: Words that are values of text options.
 _WORDS = {"resume_from_checkpoint": ("latest", "auto")}
-#: Argument of `load_config` that a flag stands for.
-_ARGUMENTS = {"--config": "source"}
+#: Arguments of functions that a flag, or a command's argument, stands for.
+_ARGUMENTS = {"--config": "source", "--format": "formats", "TARGET": "target", "SOURCE": "source", "RUN": "run"}
+#: Arguments of `export`, `estimate` and `report`, and the types of their values; `sample.py` adds its options.
+FUNCTION_ARGUMENTS: dict[str, Any] = {
+    "dtype": Literal["bf16", "fp16", "fp32"],
+    "format": list[Literal["diffusers", "comfyui", "kohya", "peft", "merged"]],
+    "gpu": str, "host": str, "lora_scale": float, "one_file": bool, "output": str, "overwrite": bool, "videos": int,
+}  # fmt: skip
 
 
 def keywords(text: str) -> str:
@@ -33,8 +39,8 @@ def keywords(text: str) -> str:
     parts: list[str] = []
     start = 0
     for match in _TEXT.finditer(text):
-        if match["command"] is None and match.start() >= start and (option := _option(match["name"])) is not None:
-            keyword, end = _keyword(option, text, match)
+        if match["command"] is None and match.start() >= start and (argument := _argument(match["name"])) is not None:
+            keyword, end = _keyword(*argument, text, match)
             parts += [text[start : match.start()], keyword]
             start = end
     return "".join([*parts, text[start:]])
@@ -44,31 +50,35 @@ def keyword_place(where: str) -> str:
     """Return the place of a problem with the names of options instead of their flags."""
     if where in _ARGUMENTS:
         return _ARGUMENTS[where]
-    return _TEXT.sub(lambda m: m["name"] if m["name"] and _option(m["name"]) is not None else m[0], where)
+    return _TEXT.sub(lambda m: m["name"] if m["name"] and _argument(m["name"]) is not None else m[0], where)
 
 
-def _option(name: str) -> Option | None:
+def _argument(name: str) -> tuple[str, Any] | None:
+    """Return the argument of a function that a flag stands for, and its type, or None for other flags."""
     from .root import fields, former_names
 
-    return fields().get(former_names().get(name, name))
+    if (option := fields().get(former_names().get(name, name))) is not None:
+        return option.name, option.field.annotation
+    keyword = _ARGUMENTS.get(f"--{name}", name)
+    return (keyword, FUNCTION_ARGUMENTS[name]) if name in FUNCTION_ARGUMENTS else None
 
 
-def _keyword(option: Option, text: str, flag: re.Match[str]) -> tuple[str, int]:
+def _keyword(name: str, annotation: Any, text: str, flag: re.Match[str]) -> tuple[str, int]:
     """Return the keyword for a flag in a text, with its values as far as they are certain, and where they end."""
-    leaves, end = _leaves(option.field.annotation), flag.end()
+    leaves, end = _leaves(annotation), flag.end()
     values: list[str] = []
     is_list = list in leaves or tuple in leaves
     if bool in leaves:
         value = str(not flag["no"])
     else:
         while (match := _VALUE.match(text, end)) is not None and (is_list or not values):
-            if (literal := _literal(option.name, match[1], leaves)) is None:
+            if (literal := _literal(name, match[1], leaves)) is None:
                 break
             values.append(literal)
             end = match.end()
         value = f"[{', '.join(values)}]" if is_list and values else "".join(values)
-    table, dot, key = option.name.partition(".")
-    return (f'{table}={{"{key}": {value or "..."}}}' if dot else f"{option.name}={value}"), end
+    table, dot, key = name.partition(".")
+    return (f'{table}={{"{key}": {value or "..."}}}' if dot else f"{name}={value}"), end
 
 
 def _literal(name: str, word: str, leaves: set[Any]) -> str | None:

@@ -8,10 +8,10 @@ refused with a replacement. DanceGRPO's names are in `aliases.py`; with `--metho
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from difflib import get_close_matches
 
-from finetrainers.utils.text import quoted, shortened
+from finetrainers.utils.text import nearest, quoted, shortened
 
 from .attention import backend_name
 from .errors import Problem
@@ -202,6 +202,7 @@ _INSTEAD = {
     "files have fixed names in --output_dir; the LoRA is pytorch_lora_weights.safetensors": "output_name",
     "a run is named by its --output_dir": "name training_folder",
     "use --use_ema with --ema_decay and --ema_update_after_step": "ema_start_step ema_beta ema_config",
+    "use --kl_coef for the KL penalty of reward finetuning, or beta in the table dpo": "beta",
     "use --beta1, --beta2, --weight_decay and --epsilon": "optimizer_args optimizer_params optimizer_config betas",
     "use --lr_warmup_steps, --lr_num_cycles and --lr_power": "lr_scheduler_args scheduler_params",
     "warm-up is counted in optimizer steps: --lr_warmup_steps": "warmup_ratio",
@@ -286,6 +287,12 @@ def unknown_option(name: str, where: str, *, suggest: bool = True) -> Problem:
     return Problem(
         where, f"{kind}; did you mean {f'--{option}' if as_flag else repr(option)}?", "unknown", about=(option,)
     )
+
+
+def unknown_keywords(keywords: Iterable[str], valid: Collection[str]) -> list[Problem]:
+    """Return the problem of each keyword of a call in Python that is not valid, with the nearest valid one."""
+    unknown = [name for name in keywords if name not in valid]
+    return [Problem(name, f"unknown option{nearest(name, valid)}", "unknown") for name in unknown]
 
 
 def suggest_option(name: str, options: Iterable[str]) -> str | None:

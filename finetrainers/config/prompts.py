@@ -25,8 +25,8 @@ from .values import Place, VideoBucket, check_place
 #: File formats of prompts that are read, and others, whose file names are never taken for prompts.
 _FORMATS = (".txt", ".jsonl", ".toml")
 _OTHER_FORMATS = (".csv", ".tsv", ".json", ".yaml", ".yml", ".md", ".parquet", ".xlsx")
-#: Values of options that stand for prompts which `train` was called with.
-PYTHON_PROMPTS = {name: Path(f"python:{name}") for name in ("prompts", "eval_prompts")}
+#: Values of options that stand for prompts which `train` or `sample` was called with.
+PYTHON_PROMPTS = {name: Path(f"python:{name}") for name in ("prompts", "eval_prompts", "validation_prompts")}
 _rows: ContextVar[Mapping[Path, Sequence[dict[str, Any]]]] = ContextVar("prompts from Python", default={})  # noqa: B039
 
 
@@ -94,7 +94,9 @@ def parse_validation_prompts(section: ValidationSection) -> list[ValidationPromp
                 [Problem(f"--{media_options[0]}", "requires --validation_prompts, one prompt per entry", "required")]
             )
         return []
-    if separator not in text and _is_file_name(text):
+    if (rows := python_prompts(Path(text))) is not None:
+        prompts = [_python_prompt(row, f"prompts[{index}]") for index, row in enumerate(rows)]
+    elif separator not in text and is_file_name(text):
         prompts = _read_file(Path(text))
     else:
         prompts = [_parse_entry(entry) for entry in text.split(separator)]
@@ -121,9 +123,9 @@ def parse_eval_prompts(section: ValidationSection) -> list[ValidationPrompt]:
 
 
 @contextmanager
-def python_prompts_set(prompts: Mapping[str, Sequence[Any]]) -> Iterator[None]:
+def python_prompts_set(prompts: Mapping[str, Any]) -> Iterator[None]:
     """Make `python_prompts` return prompts in this thread, within the block; by option."""
-    token = _rows.set({PYTHON_PROMPTS[name]: prompt_rows(values) for name, values in prompts.items()})
+    token = _rows.set({PYTHON_PROMPTS[name]: prompt_rows(values, name) for name, values in prompts.items()})
     try:
         yield
     finally:
@@ -145,15 +147,29 @@ def python_prompts(path: Path) -> Sequence[dict[str, Any]] | None:
     return _rows.get()[path]
 
 
-def prompt_rows(prompts: Sequence[Any], name: str = "prompts") -> list[dict[str, Any]]:
+def prompt_rows(prompts: Any, name: str = "prompts") -> list[dict[str, Any]]:
     """Return prompts from Python as the rows that a JSON file of them would have; `name` is theirs in problems.
 
+    A string is one prompt.
+
     Raises:
-        ConfigError: one is neither a string nor a mapping, or has values that JSON does not have.
+        ConfigError: they are not a list, or one is neither a string nor a mapping, or has values that JSON does not
+            have.
     """
-    rows, problems = [], []
+    name = name.removeprefix("validation_")
+    if isinstance(prompts, str):
+        if is_file_name(prompts):
+            option = f"load_config(..., {name}={prompts!r})"
+            raise ConfigError([Problem(name, f"a file of prompts is an option of the configuration: {option}")])
+        prompts = [prompts]
+    if isinstance(prompts, (bytes, Mapping)) or not hasattr(prompts, "__getitem__"):
+        raise ConfigError([Problem(name, f"expected a list of strings or mappings, got {type(prompts).__name__}")])
+    if not len(prompts):
+        raise ConfigError([Problem(name, "is an empty list; add a prompt", "required")])
+    rows: list[dict[str, Any]] = []
+    problems: list[Problem] = []
     for index, prompt in enumerate(prompts):
-        row = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        row: Any = {"prompt": prompt} if isinstance(prompt, str) else prompt
         message = None if isinstance(row, Mapping) else f"expected a string or a mapping, got {type(row).__name__}"
         try:
             rows.append(parse_json(json.dumps(dict(row) if message is None else {}, default=_plain)))
@@ -170,7 +186,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else os.fspath(value)
 
 
-def _is_file_name(text: str) -> bool:
+def is_file_name(text: str) -> bool:
     """Return whether a text names a file of prompts, of a format that is read or not, rather than being a prompt."""
     suffix = Path(text).suffix.lower()
     if suffix in _FORMATS or (suffix in _OTHER_FORMATS and not re.search(r"\s", text)):
@@ -181,11 +197,17 @@ def _is_file_name(text: str) -> bool:
         return False
 
 
-def _parse_entry(entry: str) -> ValidationPrompt:
+def _python_prompt(row: dict[str, Any], where: str) -> ValidationPrompt:
+    """Return a prompt from Python; that of a string may have a size, as in a text of several."""
+    text = row.get("prompt")
+    return _parse_entry(text, where) if isinstance(text, str) and len(row) == 1 else _prompt(row, where)
+
+
+def _parse_entry(entry: str, where: str = "--validation_prompts") -> ValidationPrompt:
     text, mark, size = entry.rpartition("@@@")
     if not mark:
         text, size = size, ""
-    return _prompt({"prompt": text.strip(), **({"size": size.strip()} if size.strip() else {})}, "--validation_prompts")
+    return _prompt({"prompt": text.strip(), **({"size": size.strip()} if size.strip() else {})}, where)
 
 
 def _read_file(path: Path, *, option: str = "--validation_prompts") -> list[ValidationPrompt]:

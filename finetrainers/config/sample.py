@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError
 
 from .base import Section
 from .errors import Problem, value_kind, value_message
+from .keywords import FUNCTION_ARGUMENTS
 from .root import fields
 from .values import PipelineArgument, VideoBucket
 
@@ -85,6 +86,9 @@ class SampleSection(Section):
         None, description="directory of the samples; existing ones are continued [samples/sample in the run directory]"
     )
     dry_run: bool = Field(False, description="check everything, print what would be sampled, and exit")
+
+
+FUNCTION_ARGUMENTS.update({name: field.annotation for name, field in SampleSection.model_fields.items()})
 
 
 def read_options(section: type[S], values: dict[str, Any]) -> tuple[S, list[Problem]]:

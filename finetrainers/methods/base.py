@@ -149,8 +149,11 @@ class Method(Protocol):
         evaluates: whether `evaluate` has held-out data for judging the network.
     """
 
-    headline: tuple[str, ...]
-    summaries: Mapping[str, Summary]
+    @property
+    def headline(self) -> tuple[str, ...]: ...
+
+    @property
+    def summaries(self) -> Mapping[str, Summary]: ...
 
     @property
     def evaluates(self) -> bool: ...
@@ -167,7 +170,10 @@ class Method(Protocol):
         ...
 
     def loss(self, transformer: nn.Module, batch: Any) -> tuple[Tensor, Metrics]:
-        """Return the loss and the metrics of a micro-batch, weighted so that those of a step sum to its mean."""
+        """Return the loss and the metrics of a micro-batch, weighted so that those of a step sum to its mean.
+
+        A micro-batch with an attribute `own_loss` is given to that instead.
+        """
         ...
 
     def dry_steps(self, transformer: nn.Module) -> Iterator[tuple[str, Step[Any]]]:

@@ -254,14 +254,18 @@ class Model:
     def save(self, directory: str | Path) -> Path:
         """Write the LoRA, or the fully finetuned network, in the dtype that it has; return the file, or the directory.
 
-        `sample`, `export` and `init_from` take it. In a program of several processes, call it in one.
+        `sample`, `export` and `init_from` take it; the LoRA's file names its base model. In a program of several
+        processes, call it in one.
         """
         root, network = Path(directory), self._plain_network
         root.mkdir(parents=True, exist_ok=True)
         if self.config.training.training_type == "lora":
             weights = {name: tensor.detach().cpu() for name, tensor in get_peft_model_state_dict(network).items()}
-            settings: Any = network.peft_config
-            [path] = self.spec.save_lora(root, weights, settings["default"].to_dict())
+            adapters: Any = network.peft_config
+            base = self.config.model.pretrained_model_name_or_path
+            base = str(Path(base).resolve()) if Path(base).exists() else base
+            settings = adapters["default"].to_dict() | {"base_model_name_or_path": base}
+            [path] = self.spec.save_lora(root, weights, settings)
             return path
         self.spec.save_full(root, network, {name: tensor.cpu() for name, tensor in network.state_dict().items()})
         return root / self.spec.facts.trained

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,9 +38,11 @@ class PriorBatch:
 
     Attributes:
         clips: the samples.
+        own_loss: loss and metrics of the micro-batch, instead of those of the method.
     """
 
     clips: Batch
+    own_loss: Callable[[nn.Module, PriorBatch], tuple[Tensor, Metrics]]
 
     @property
     def latent_size(self) -> tuple[int, ...]:
@@ -52,7 +54,7 @@ class PriorBatch:
 
     def split(self, pieces: int) -> list[PriorBatch]:
         """Return exactly `pieces` parts; see `Batch.split`."""
-        return [PriorBatch(piece) for piece in self.clips.split(pieces)]
+        return [replace(self, clips=piece) for piece in self.clips.split(pieces)]
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class SFT:
                 return torch.nn.functional.huber_loss(prediction, target, reduction="none", delta=0.1)
     """
 
-    headline = ("loss", "eval_loss", "prior_loss", "eval_reward/")
+    headline: tuple[str, ...] = ("loss", "eval_loss", "prior_loss", "eval_reward/")
     summaries: Mapping[str, Summary] = {"bad_samples": "last"}
 
     def __init__(self, parts: MethodParts[TrainingData]) -> None:
@@ -147,14 +149,12 @@ class SFT:
             yield Step([*batches, *self._priors(batches)])
 
     def _priors(self, batches: Sequence[Batch]) -> list[PriorBatch]:
-        return [PriorBatch(batch) for batch in batches] if self.reference is not None else []
+        return [PriorBatch(batch, self._prior_loss) for batch in batches] if self.reference is not None else []
 
     def can_stop_after(self, step: int) -> bool:
         return True
 
-    def loss(self, transformer: nn.Module, batch: Batch | PriorBatch) -> tuple[Tensor, Metrics]:
-        if isinstance(batch, PriorBatch):
-            return self._prior_loss(transformer, batch.clips)
+    def loss(self, transformer: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         per_sample, weight = self.errors(transformer, batch, purpose="train", quantile=None)
         loss = _weighted_mean(per_sample, weight)
         loss = loss if batch.weight == 1.0 else loss * batch.weight
@@ -163,12 +163,13 @@ class SFT:
             metrics["masked_out"] = (per_sample.detach() == 0).float().mean() * batch.weight
         return loss, metrics
 
-    def _prior_loss(self, transformer: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+    def _prior_loss(self, transformer: nn.Module, prior: PriorBatch) -> tuple[Tensor, Metrics]:
         """Return the mean squared difference of the network's predictions to the reference model's, with prior prompts.
 
         The noisy latents are those of the clips' own loss. Masks do not weigh it: abilities that a clip does not teach
         are also preserved. The metric is the difference without its weight.
         """
+        batch = prior.clips
         assert self.reference is not None, "prior preservation requires a reference model"
         assert batch.prior is not None, "prior preservation requires prior prompts"
         noisy = replace(self.noise_batch(batch), conditions=batch.prior, mask=None, weight=None)

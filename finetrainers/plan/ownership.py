@@ -110,7 +110,7 @@ def output_dir_problems(config: TrainConfig, *, trained: str) -> Iterator[str]:
     yield from filter(None, exports)
     if option := _find_weights_option(config, root / result, trained):
         yield f"the result would overwrite {root / result}, the weights of --{option}; use another directory"
-    runs = filter(is_run, root.absolute().parents)
+    runs = filter(is_run, Path(os.path.realpath(root)).parents)
     yield from filter(None, (inside_problem(config, parent, trained=trained) for parent in runs))
 
 

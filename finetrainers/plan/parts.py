@@ -78,8 +78,8 @@ class CustomParts:
     lr_at: Callable[[int], float] | None = None
     data: StoredRows | None = None
     eval_data: StoredRows | None = None
-    prompts: Sequence[str | Mapping[str, Any]] | None = None
-    eval_prompts: Sequence[str | Mapping[str, Any]] | None = None
+    prompts: str | Sequence[str | Mapping[str, Any]] | None = None
+    eval_prompts: str | Sequence[str | Mapping[str, Any]] | None = None
     rewards: Mapping[str, Any] | None = None
 
     @property
@@ -91,7 +91,7 @@ class CustomParts:
         return parts
 
     @property
-    def prompts_by_option(self) -> dict[str, Sequence[str | Mapping[str, Any]]]:
+    def prompts_by_option(self) -> dict[str, Any]:
         """The prompts, by the option that they replace."""
         return {name: self.by_name[name] for name in PYTHON_PROMPTS if name in self.by_name}
 
@@ -178,9 +178,6 @@ class CustomParts:
     def _input_problems(self) -> Iterator[tuple[str, tuple[str, Kind]]]:
         """Yield the prompts and rewards that cannot be used, each with the message."""
         for name, prompts in self.prompts_by_option.items():
-            if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__getitem__"):
-                yield name, (f"expected a list of strings or mappings, got {type(prompts).__name__}", "invalid")
-                continue
             try:
                 prompt_rows(prompts, name)
             except ConfigError as error:
@@ -276,8 +273,9 @@ def _record(name: str, part: Any) -> str:
     """Return the description of a part, with a digest, for the configuration on disk."""
     if name not in PYTHON_PROMPTS:
         return fingerprint(part)
-    digest = hashlib.sha256(json.dumps(prompt_rows(part), sort_keys=True).encode()).hexdigest()[:12]
-    return f"{plural(len(part), 'prompt')} {digest}"
+    rows = prompt_rows(part)
+    digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:12]
+    return f"{plural(len(rows), 'prompt')} {digest}"
 
 
 def fingerprint(value: Any) -> str:

@@ -38,7 +38,9 @@ class RowsByItem(Protocol):
 Rows: TypeAlias = Iterable[Mapping[str, Any]] | RowsByItem
 
 
-def store_data(config: TrainConfig, rows: Mapping[str, Any]) -> tuple[TrainConfig, dict[str, StoredRows]]:
+def store_data(
+    config: TrainConfig, rows: Mapping[str, Any], *, makes_run: bool = True
+) -> tuple[TrainConfig, dict[str, StoredRows]]:
     """Return a configuration that names the files of stored rows, and these rows by name.
 
     Only the first process of each machine reads the rows.
@@ -46,13 +48,14 @@ def store_data(config: TrainConfig, rows: Mapping[str, Any]) -> tuple[TrainConfi
     Args:
         config: of the run, in whose directory or cache the rows and their arrays are stored.
         rows: by name, `data` and `eval_data`.
+        makes_run: whether a run will write into its directory, which must then not be another's.
 
     Raises:
         ConfigError: an option contradicts them, or they cannot be read or stored.
     """
     if not rows:
         return config, {}
-    if problems := list(_conflicts(config, list(rows))):
+    if problems := list(_conflicts(config, list(rows), makes_run=makes_run)):
         raise ConfigError(problems)
     columns = trait(config.training.method, "media_columns") or ()
 
@@ -77,10 +80,10 @@ def store_data(config: TrainConfig, rows: Mapping[str, Any]) -> tuple[TrainConfi
     return load_config(config, **options), stored
 
 
-def _conflicts(config: TrainConfig, names: list[str]) -> Iterator[Problem]:
+def _conflicts(config: TrainConfig, names: list[str], *, makes_run: bool) -> Iterator[Problem]:
     """Yield why rows cannot be stored in the directory of the run, or are not used: by its options or its method."""
     method = config.training.method
-    if config.data.precompute_dir is None:
+    if makes_run and config.data.precompute_dir is None:
         resolved, family = resolve_family(config)
         for message in output_dir_problems(resolved, trained=family.facts.trained):
             yield Problem("--output_dir", message, "occupied")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import math
 import re
 import shutil
 import time
@@ -17,8 +19,9 @@ from finetrainers.config.checks.findings import Findings
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.given import RawOptions
-from finetrainers.config.load import build_config
-from finetrainers.config.root import TrainConfig
+from finetrainers.config.load import as_in_toml, build_config
+from finetrainers.config.names import unknown_keywords
+from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sections import AUTO
 from finetrainers.models.files.lora_names import ARCHITECTURES, FORMATS, format_problem, readers
 from finetrainers.models.registry import Family, get_family, with_family
@@ -30,22 +33,33 @@ from finetrainers.rundir.find import step_of
 from finetrainers.rundir.identity import Identity, read_identity
 from finetrainers.sampling.weights import Weights, find_target, under
 from finetrainers.utils.failures import InputError, Kind
-from finetrainers.utils.files import fsync_dir, fsync_tree, sweep_unfinished, unfinished_path, write_json_atomic
+from finetrainers.utils.files import (
+    folder_problem,
+    fsync_dir,
+    fsync_tree,
+    sweep_unfinished,
+    unfinished_path,
+    write_json_atomic,
+)
 from finetrainers.utils.headers import load_tensors, open_tensors
 from finetrainers.utils.logs import quiet_libraries
 from finetrainers.utils.process_state import environment_restored, restored
 from finetrainers.utils.reading import find_json_object
-from finetrainers.utils.text import plural
+from finetrainers.utils.text import nearest, plural
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from typing_extensions import Unpack
 
+    from finetrainers.config.options import ModelOptions
     from finetrainers.models.lora_files import Checked, Lora
     from finetrainers.models.spec import ModelSpec
 
 #: Folder of a run for its exports.
 FOLDER = "export"
+#: Dtypes of exported tensors that options may name.
+EXPORTED_DTYPES = ("bf16", "fp16", "fp32")
 
 
 @dataclass(frozen=True)
@@ -172,6 +186,24 @@ def result_source(config: TrainConfig, root: Path) -> Source:
     return Source(weights, config, _to_file_stem(_run_name(root, config)), root / FOLDER, read_identity(root))
 
 
+def setting_problems(
+    formats: Sequence[str], *, dtype: str | None, lora_scale: float | None, one_file: bool
+) -> Iterator[Problem]:
+    """Yield the problems of an export's options that no source decides."""
+    if dtype not in (None, *EXPORTED_DTYPES):
+        yield Problem("--dtype", f"unknown value {dtype!r}{nearest(str(dtype), EXPORTED_DTYPES)}", "unknown")
+    if lora_scale is not None and not math.isfinite(lora_scale):
+        yield Problem("--lora_scale", f"must be a finite number, got {lora_scale}")
+    if lora_scale is not None and formats and "merged" not in formats:
+        message = "requires --format merged; with other formats, set the scale in the program that loads the LoRA"
+        yield Problem("--lora_scale", message, "unsupported")
+    if one_file and formats and not {"diffusers", "merged"} & {*formats}:
+        message = (
+            "requires --format diffusers or merged, with networks in diffusers layout; the other formats are one file"
+        )
+        yield Problem("--one_file", message, "unsupported")
+
+
 def source_problems(source: Source, formats: Sequence[str], folder: Path, *, overwrite: bool) -> list[Problem]:
     """Return the reasons why an export is impossible, as far as file headers show."""
     problems, is_lora = [], source.weights.kind == "lora"
@@ -242,8 +274,8 @@ class Exported:
 def export(
     source: str | PathLike[str], formats: str | Sequence[str], *,
     output_dir: str | Path | None = None, use_ema: bool = True,
-    dtype: Literal["bf16", "fp16", "fp32"] | None = None, lora_scale: float = 1.0, one_file: bool = False,
-    overwrite: bool = False, **model: Any,
+    dtype: Literal["bf16", "fp16", "fp32"] | torch.dtype | None = None, lora_scale: float | None = None,
+    one_file: bool = False, overwrite: bool = False, **model: Unpack[ModelOptions],
 ) -> list[Path]:  # fmt: skip
     """Export a LoRA or a network for other programs; each file is read back and compared. Return the paths.
 
@@ -254,20 +286,33 @@ def export(
         formats: one or several of `diffusers`, `comfyui`, `kohya`, `peft` and `merged`.
         output_dir: has one subdirectory for each format; default: export/ in the run directory.
         use_ema: export a checkpoint's EMA, if it has one.
-        dtype, lora_scale, one_file, overwrite: see `export_formats`.
+        dtype: of the written tensors; default: the training dtype, and bf16 for merged weights.
+        lora_scale: scale at which `merged` adds the LoRA; default: 1.
+        one_file, overwrite: see `export_formats`.
         model: options of the base model, such as `pretrained_model_name_or_path`; default: those of the run.
 
     Raises:
         ConfigError: there is nothing to export, or a format is unknown, does not fit or exists.
     """
-    formats = [formats] if isinstance(formats, str) else formats
-    if unknown := [name for name in formats if name not in FORMATS]:
-        raise ConfigError([Problem("formats", f"unknown {', '.join(unknown)}; valid: {', '.join(FORMATS)}", "unknown")])
-    weights = find_source(fspath(source), options=model, use_ema=use_ema)
-    settings: dict[str, Any] = {"dtype": dtype, "lora_scale": lora_scale, "one_file": one_file, "overwrite": overwrite}
+    formats = list(dict.fromkeys([formats] if isinstance(formats, str) else formats))
+    settings: dict[str, Any] = {"dtype": as_in_toml(dtype), "lora_scale": lora_scale, "one_file": one_file}
+    own = [name for name in inspect.signature(export).parameters if name not in ("source", "model")]
+    valid = [name for name, option in fields().items() if option.section == "model"]
+    problems = unknown_keywords(set(model) - set(valid), [*own, *valid])
+    problems += setting_problems(formats, **settings)
+    if unknown := [str(name) for name in formats if name not in FORMATS]:
+        problems.append(Problem("formats", f"unknown {', '.join(unknown)}; valid: {', '.join(FORMATS)}", "unknown"))
+    if not formats:
+        problems.append(Problem("formats", f"is an empty list; valid: {', '.join(FORMATS)}", "required"))
+    if problems:
+        raise ConfigError(problems, of="this export")
+    weights = find_source(fspath(source), options=as_in_toml(dict(model)), use_ema=use_ema)
+    settings["lora_scale"] = 1.0 if lora_scale is None else lora_scale
     folder = weights.folder if output_dir is None else Path(output_dir)
+    if (problem := folder_problem(folder)) is not None:
+        raise ConfigError([Problem("--output_dir", problem)], of="this export")
     with environment_restored(), restored(), quiet_libraries():
-        return [exported.path for exported in export_formats(weights, formats, folder, **settings)]
+        return [exported.path for exported in export_formats(weights, formats, folder, overwrite=overwrite, **settings)]
 
 
 def export_formats(

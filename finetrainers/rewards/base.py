@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -31,7 +31,7 @@ class Head:
         return (raw - self.mean) / self.std
 
 
-class Reward(ABC):
+class Reward(ABC):  # noqa: B024, abstract at run time
     """A scorer of clips. Its options are the keyword arguments of its `__init__`, all strings or numbers.
 
     Scores of a clip must not depend on the other clips of the call, unless `scope` is `group`: then a call has all
@@ -75,30 +75,39 @@ class Reward(ABC):
             cls.columns = vars(cls).get("columns") or Columns.from_function(cls.score, skip=3)
             cls.asynchronous = vars(cls).get("asynchronous", is_async(cls.score))
 
-    @abstractmethod
-    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Any]:
-        """Return raw scores `[B]` of every head: a tensor, an array, or a list of numbers and None for no score.
+    if TYPE_CHECKING:  # those of subclasses may have keywords for columns and images, and be async
 
-        Args:
-            videos: `[B, T, C, H, W]`, fp32 in [0, 1], on the CPU; a copy for this reward.
-            prompts: one text a clip.
-            fps: frame rate at which the clips play.
-        """
+        @abstractmethod
+        def score(self, *arguments: Any, **keywords: Any) -> Any: ...
+
+        def differentiate(self, *arguments: Any, **keywords: Any) -> Any: ...
+
+    else:
+
+        @abstractmethod
+        def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Any]:
+            """Return raw scores `[B]` of every head: a tensor, an array, or a list of numbers and None for no score.
+
+            Args:
+                videos: `[B, T, C, H, W]`, fp32 in [0, 1], on the CPU; a copy for this reward.
+                prompts: one text a clip.
+                fps: frame rate at which the clips play.
+            """
+
+        def differentiate(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+            """Return the scores of `score` up to rounding, `[B]` on any device, with a graph that reaches the pixels.
+
+            Args:
+                videos: as in `score`, but on the device of the VAE and with a graph; pixels are not rounded to bytes.
+                prompts: one text a clip.
+                fps: frame rate at which the clips play.
+            """
+            raise NotImplementedError(f"{type(self).__name__} has no gradients")
 
     @classmethod
     def prompt_problem(cls, options: Mapping[str, str], prompt: str) -> str | None:
         """Return why clips of a prompt cannot be scored with these options, or None if they can."""
         return None
-
-    def differentiate(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
-        """Return the scores of `score` up to rounding, `[B]` on any device, with a graph that reaches the pixels.
-
-        Args:
-            videos: as in `score`, but on the device of the VAE and with a graph; pixels are not rounded to bytes.
-            prompts: one text a clip.
-            fps: frame rate at which the clips play.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no gradients")
 
     @classmethod
     def graph_bytes(

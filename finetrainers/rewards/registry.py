@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints, overload
 
 from finetrainers.config.errors import value_kind
 from finetrainers.config.rewards import RewardEntry
@@ -18,9 +18,9 @@ from finetrainers.utils.launch import local_world_size
 from finetrainers.utils.registry import Registry
 from finetrainers.utils.text import nearest
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from .functions import SCOPES, Scorer, class_from_function
 
+if TYPE_CHECKING:
     from .base import ImageUse, Reward
     from .calls import Columns
 
@@ -36,6 +36,14 @@ def _problem(name: str, scorer: Any) -> str | None:
 
 #: Rewards by name: `module:attribute`, or an object that was registered from outside.
 REWARDS: Registry[Any] = Registry("reward", "rewards", problem=_problem, origins=lambda scorer: (scorer,))
+
+
+@overload
+def register_reward(name: str, factory: None = None) -> Callable[[Scorer], Scorer]: ...
+
+
+@overload
+def register_reward(name: str, factory: Scorer) -> Scorer: ...
 
 
 def register_reward(name: str, factory: Any = None) -> Any:
@@ -136,7 +144,7 @@ def resolve_reward(name: str) -> type[Reward]:
     if isinstance(scorer, Reward):
         return _from_instance(scorer)
     if callable(scorer):
-        return _from_function(scorer)
+        return class_from_function(scorer)
     raise ValueError(f"reward {name!r}: expected a function or a Reward subclass, got {type(scorer).__name__}")
 
 
@@ -246,7 +254,7 @@ def _class_problems(cls: type[Reward], name: str) -> Iterator[InputError]:
     """Yield reasons why a reward's class cannot be made, or its function cannot be called with clips and prompts."""
     if inspect.isabstract(cls):
         yield InputError(f"{name}: {cls.__name__} has no {', '.join(sorted(cls.__abstractmethods__))}", "required")
-    if cls.scope not in ("clip", "group"):
+    if cls.scope not in SCOPES:
         yield InputError(f"{name}: scope must be 'clip' or 'group', got {cls.scope!r}", "unknown")
     if cls.differentiable and (cls.asynchronous or cls.scope == "group"):
         trait = "async" if cls.asynchronous else "of scope 'group'"
@@ -480,61 +488,6 @@ def _from_instance(reward: Reward) -> type[Reward]:
         setattr(ExistingReward, name, getattr(reward, name))
     ExistingReward.__name__ = type(reward).__name__
     return ExistingReward
-
-
-def _from_function(function: Callable[..., Any]) -> type[Reward]:
-    """Return the class of a function, or of a module, which gets the clips on its own device."""
-    from torch import nn
-
-    from .base import Reward
-    from .calls import Columns, is_async
-
-    is_module = isinstance(function, nn.Module)
-    signed = function.forward if isinstance(function, nn.Module) else function  # whose arguments are read
-
-    async def answer(*arguments: Any, **keywords: Any) -> Mapping[str, Any]:
-        return {"score": await function(*arguments, **keywords)}
-
-    class FunctionReward(Reward):
-        __doc__ = function.__doc__
-        called = staticmethod(signed)
-        differentiable = getattr(function, "differentiable", False)
-        scope = getattr(function, "scope", "clip")
-        patience = getattr(function, "patience", Reward.patience)
-        columns = Columns.from_function(signed)
-        asynchronous = is_async(function)
-        images = _image_use(signed)
-
-        def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float, **keywords: Any) -> Mapping[str, Any]:
-            keywords |= {"fps": fps} if takes_fps else {}
-            if is_module and (weight := next(function.parameters(), None)) is not None:  # type: ignore[attr-defined]
-                videos = videos.to(weight.device)
-            if self.asynchronous:
-                return answer(videos, prompts, **keywords)  # type: ignore[return-value]
-            return {"score": function(videos, prompts, **keywords)}
-
-        differentiate = score
-
-    takes_fps = _takes(signed, "fps") or FunctionReward.columns.takes_all
-    return FunctionReward
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    try:
-        return name in inspect.signature(function).parameters
-    except ValueError:
-        return False
-
-
-def _image_use(function: Callable[..., Any]) -> ImageUse:
-    """Return how a function uses images, by its keyword `images`; none if Python does not know its arguments."""
-    try:
-        keyword = inspect.signature(function).parameters.get("images")
-    except ValueError:
-        return "none"
-    if keyword is None:
-        return "none"
-    return "required" if keyword.default is inspect.Parameter.empty else "optional"
 
 
 #: Included rewards, by module and class below `finetrainers`; their code loads when they are used.

@@ -144,8 +144,8 @@ def batches(
         if is_method(config.training.method) and method_spec(config).samples:
             message = f"{config.training.method} samples its clips; use `load_model(config).rollout(...)`"
             raise ConfigError([Problem("--method", message, "unsupported")])
-        config, _ = store_data(config, {} if data is None else {"data": data})
-        checked = preflight_by_model(config, preparing=True)
+        config, _ = store_data(config, {} if data is None else {"data": data}, makes_run=False)
+        checked = preflight_by_model(config, preparing=True, writes=False)  # but the cache, beside what a loop saves
         with restored(), quiet_libraries():
             from finetrainers.parallel.ranks import SingleProcess
 

@@ -184,8 +184,8 @@ def train(  # noqa: PLR0913, what only Python can give
     lr_at: Callable[[int], float] | None = None,
     data: Rows | None = None,
     eval_data: Rows | None = None,
-    prompts: Sequence[str | Mapping[str, Any]] | None = None,
-    eval_prompts: Sequence[str | Mapping[str, Any]] | None = None,
+    prompts: str | Sequence[str | Mapping[str, Any]] | None = None,
+    eval_prompts: str | Sequence[str | Mapping[str, Any]] | None = None,
     rewards: Mapping[str, Callable[..., Any] | Reward | type[Reward] | nn.Module] | None = None,
 ) -> TrainResult:
     """Check a configuration and train.
@@ -213,8 +213,8 @@ def train(  # noqa: PLR0913, what only Python can give
             may have `fps`, by default the training frame rate. A sequence, a dataset of `datasets` or torch, or an
             iterable, which is read once.
         eval_data: rows for the evaluation loss, instead of `eval_num_items`.
-        prompts: training prompts of reward finetuning: strings, or mappings with the keys of a `.jsonl` file of prompts
-            (`prompt`, `image`, `last_image`, and columns for rewards).
+        prompts: training prompts of reward finetuning: a string, or a list of strings or mappings with the keys of a
+            `.jsonl` file of prompts (`prompt`, `image`, `last_image`, and columns for rewards).
         eval_prompts: held-out prompts, likewise.
         rewards: rewards by name: functions `(videos, prompts) -> scores` as in `register_reward`, modules, and
             instances or classes of `Reward`. Options `reward` and `eval_reward` may have these names; without the

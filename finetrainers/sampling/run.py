@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.given import RawOptions
 from finetrainers.config.load import as_in_toml
+from finetrainers.config.names import unknown_keywords
+from finetrainers.config.prompts import PYTHON_PROMPTS, python_prompts_set
 from finetrainers.config.sample import SampleSection, options_of_runs, read_options
 from finetrainers.models.spec import ModelSpec
 from finetrainers.parallel.strategy import Strategy
@@ -33,7 +35,8 @@ from finetrainers.utils.phases import VALIDATION, phase
 from finetrainers.utils.process_state import environment_restored, restored
 from finetrainers.utils.progress import Meter
 from finetrainers.utils.reading import read_json_object
-from finetrainers.utils.text import nearest, plural, shortened
+from finetrainers.utils.spelling import spelled
+from finetrainers.utils.text import plural, shortened
 from finetrainers.utils.video import write_mp4
 
 from .grid import Cell, Grid, Group, Row, page, sheet
@@ -42,6 +45,11 @@ from .memory import offloads
 from .plan import Sample, SamplePlan, Variant, plan_samples, use_command_names
 from .sampler import Sampler
 from .weights import under
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from finetrainers.config.options import SampleOptions
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +72,7 @@ class SampleResult:
     page: Path | None = None
 
 
-def sample(target: str | PathLike[str], *others: str | PathLike[str], **options: Any) -> SampleResult:
+def sample(target: str | PathLike[str], *others: str | PathLike[str], **options: Unpack[SampleOptions]) -> SampleResult:
     """Sample clips of runs, checkpoints, LoRA files or models side by side; existing clips are not sampled again.
 
         samples = sample("runs/mystyle", "base", prompts=["a boat on a lake", "a castle"], seed=7)
@@ -73,27 +81,32 @@ def sample(target: str | PathLike[str], *others: str | PathLike[str], **options:
     Args:
         target: a run directory or result, a checkpoint, a LoRA in safetensors, or a model.
         others: further ones, each in a column.
-        options: those of `finetrainers sample`: `prompts` (text, a file or a list), `num`, `size`, `output_dir`, ...,
-            and options of the model; default: those of the run's validation.
+        options: those of `finetrainers sample`: `prompts` (text, a file, or a list of strings or mappings with the
+            keys of a `.jsonl` file), `num`, `size`, `output_dir`, ..., and options of the model; default: those of the
+            run's validation. With `dry_run=True` nothing is sampled.
 
     Raises:
         ConfigError: all problems with targets and options, at once.
     """
-    options = as_in_toml(options)
-    if isinstance(options.get("prompts"), list):
-        options["prompts"] = ":::".join(options["prompts"])
-    own = {name: value for name, value in options.items() if name in SampleSection.model_fields}
+    values: dict[str, Any] = as_in_toml(dict(options))
+    listed = {}
+    if not isinstance(prompts := values.get("prompts"), str | None):
+        listed, values["prompts"] = {"validation_prompts": prompts}, str(PYTHON_PROMPTS["validation_prompts"])
+    own = {name: value for name, value in values.items() if name in SampleSection.model_fields}
     section, problems = read_options(SampleSection, own)
-    model = {name: value for name, value in options.items() if name not in own}
-    names = options_of_runs()
-    for name in model.keys() - {*names}:
-        hint = nearest(name, [*SampleSection.model_fields, *names])
-        problems.append(Problem(f"--{name}", f"unknown option{hint}", "unknown"))
+    model = {name: value for name, value in values.items() if name not in own}
+    problems += unknown_keywords(model, [*SampleSection.model_fields, *options_of_runs()])
     if problems:
         raise ConfigError(problems, of="these samples")
     flags = RawOptions(model, {name: f"--{name}" for name in model})
-    plan = plan_samples([fspath(path) for path in (target, *others)], section, flags)
+    with python_prompts_set(listed):
+        plan = plan_samples([fspath(path) for path in (target, *others)], section, flags)
+    for warning in plan.warnings:
+        logger.warning("%s", spelled(warning))
     with environment_restored(), restored(), quiet_libraries():
+        if section.dry_run:
+            check_weights(plan)
+            return SampleResult({}, 0, {})
         return draw(plan)
 
 

@@ -480,7 +480,7 @@ def accumulate_gradients(state: TrainState, micro_batches: Attempt) -> dict[str,
         _seed_global(parallel.device, derive_seed(state.config.training.seed, "step", state.step, index))
         with parallel.accumulate(state.transformer):
             with record_function("loss"):
-                loss, metrics = state.method.loss(state.transformer, batch)
+                loss, metrics = getattr(batch, "own_loss", state.method.loss)(state.transformer, batch)
             fault_point("loss", (loss, *metrics.values()))
             with record_function("backward"):
                 parallel.backward(loss)

@@ -13,6 +13,7 @@ from finetrainers.cli.main import main
 from finetrainers.config.errors import Problem
 from finetrainers.config.keywords import keyword_place, keywords
 from finetrainers.config.root import fields
+from finetrainers.config.sample import SampleSection
 from finetrainers.plan.start_report import print_line
 from finetrainers.utils import spelling
 from finetrainers.utils.exit_codes import CONFIGURATION
@@ -35,7 +36,12 @@ MESSAGES = [
     ("--rollout_size FRAMESxHEIGHTxWIDTH, --reward a,path=...",
      'rollout_size="FRAMESxHEIGHTxWIDTH", reward=["a,path=..."]'),
     ("requires --dpo.beta 500, or --dpo.beta", 'requires dpo={"beta": 500}, or dpo={"beta": ...}'),
-    # Flags that are not options of a run, commands, and parts of names stay.
+    # Of functions for results.
+    ("requires --format diffusers or merged; --overwrite replaces it",
+     'requires formats=["diffusers"] or merged; overwrite=True replaces it'),
+    ("set --prompts FILE, --gpu 24GB and --lora_scale 0.5 1",
+     'set prompts="FILE", gpu="24GB" and lora_scale=[0.5, 1]'),
+    # Flags that are not options of a function, commands, and parts of names stay.
     ("torchrun --max-restarts 2 --seed 1; --list_models", "torchrun --max-restarts 2 --seed 1; --list_models"),
     ("`finetrainers train --rank 8` or `--rank 8`", "`finetrainers train --rank 8` or `rank=8`"),
     ("next:\n  finetrainers sample run --seed 1\n(--seed)", "next:\n  finetrainers sample run --seed 1\n(seed=)"),
@@ -47,10 +53,17 @@ def test_flags_of_a_run_become_keywords() -> None:
     for message, expected in MESSAGES:
         assert keywords(message) == expected
         assert keywords(expected) == expected
-    places = {"--lr": "lr", "--dpo.beta": "dpo.beta", "--reward clip": "reward clip", "--config": "source"}
+    places = {
+        "--lr": "lr",
+        "--dpo.beta": "dpo.beta",
+        "--reward clip": "reward clip",
+        "--config": "source",
+        "--format": "formats",
+        "TARGET": "target",
+    }
     places |= {"run.toml:3": "run.toml:3", "--launcher": "--launcher", "callbacks[0]": "callbacks[0]"}
     assert {place: keyword_place(place) for place in places} == places
-    for name in fields():  # every option can be named
+    for name in [*fields(), *SampleSection.model_fields]:  # every option can be named
         assert "--" not in keywords(f"set --{name}, or remove --{name}")
 
 

@@ -94,7 +94,7 @@ def test_the_prior_preservation_loss(family: str, tiny_repo: Callable[..., Path]
     setting.spec.predict = predict  # type: ignore[method-assign]
     setting.method.reference = lambda _: nullcontext(teacher)
     [prior] = setting.method._priors([batch])
-    loss, metrics = setting.method.loss(student, prior)
+    loss, metrics = prior.own_loss(student, prior)
     assert asked == [("ReLU", False), ("Identity", True)]
     assert torch.equal(seen[0], seen[1])
     assert torch.equal(seen[0], setting.seen[0][0])  # as the clips' own loss saw them
@@ -104,7 +104,7 @@ def test_the_prior_preservation_loss(family: str, tiny_repo: Callable[..., Path]
     close(metrics["prior_loss"], 0.75 * difference)
     assert loss.requires_grad
     pieces = prior.split(2)
-    close(sum(setting.method.loss(student, piece)[0] for piece in pieces), loss.detach())
+    close(sum(piece.own_loss(student, piece)[0] for piece in pieces), loss.detach())
     assert [len(piece) for piece in pieces] == [1, 2]
     assert prior.latent_size == batch.latent_size
 

@@ -12,7 +12,7 @@ from every_family import FAMILIES
 from refusals import refused, refused_options
 from safetensors.torch import load_file
 
-from finetrainers import SFT, batches, load_config, load_model, train
+from finetrainers import SFT, batches, export, load_config, load_model, sample, train
 from finetrainers.methods.grpo.method import GRPO
 from finetrainers.methods.grpo.rollout.collect import RolloutBatch, RolloutCollector
 
@@ -57,8 +57,13 @@ def test_batches_and_losses_are_those_of_training(options: Callable[..., dict], 
     checkpoint = result.run_dir / "checkpoints" / "step-1"
     trained = load_model(load_config(result.config, init_from=checkpoint))
     assert trained.loss(own[1]).item() == losses[1]
+    lora = trained.save(tmp_path / "own")
+    assert next(batches(config, encoded=False)).sample_keys == own[0].sample_keys  # beside the file
+    [exported] = export(lora, "peft")
+    assert load_file(exported).keys()
+    assert not sample(lora.parent, prompts="a", num_inference_steps=2, size="9x64x64", dry_run=True).clips
     saved, expected = (
-        load_file(trained.save(tmp_path / "saved")),
+        load_file(lora),
         load_file(checkpoint / "pytorch_lora_weights.safetensors"),
     )
     assert saved.keys() == expected.keys()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from every_family import FAMILIES
 
+from finetrainers import SFT, Batch, train
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.data.reading.prior_prompts import PriorPrompts, without_triggers
@@ -114,3 +115,18 @@ def test_the_estimate_counts_a_further_micro_batch_and_the_copy(
     assert (copy > 0) == (training_type == "full-finetune")
     assert prior.pop("total") == pytest.approx(accumulated.pop("total") + copy)
     assert prior == accumulated
+
+
+class Doubled(SFT):
+    """Twice the loss of clips."""
+
+    def loss(self, transformer: Any, batch: Batch) -> Any:
+        loss, metrics = super().loss(transformer, batch)
+        return 2 * loss, metrics | {"clips": torch.tensor(float(len(batch)))}
+
+
+def test_the_loss_of_a_subclass_is_given_clips_only(options: Callable[..., dict]) -> None:
+    values = options(clips=1, train_steps=2, prior_preservation_weight=4.0, class_prompt="a pattern")
+    records = [record for record in train(load_config(**values), method=Doubled).metrics if "loss" in record]
+    assert [record["clips"] for record in records] == [1.0, 1.0]
+    assert [record["prior_loss"] > 0 for record in records] == [False, True]

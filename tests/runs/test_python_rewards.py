@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from finetrainers import load_config, train
+from finetrainers.config.prompts import prompt_rows
 from finetrainers.plan.initial_weights import LORA_FILE
-from finetrainers.plan.parts import fingerprint
+from finetrainers.plan.parts import CustomParts, fingerprint
 from finetrainers.rewards.base import Head, Reward
 from finetrainers.rewards.pixels import Brightness
 from finetrainers.rewards.registry import REWARDS, resolve_reward
@@ -147,7 +148,8 @@ def test_inputs_that_cannot_be_used_are_refused_before_loading(values: dict[str,
     for expected, parts in (
         ([("--prompts", "required"), ("--reward", "required")], {}),
         ([("prompts", "invalid"), ("eval_prompts", "invalid"), ("rewards", "invalid")],
-         {"prompts": "a cat", "eval_prompts": iter(["a cat"]), "rewards": [level]}),
+         {"prompts": "cats.txt", "eval_prompts": iter(["a cat"]), "rewards": [level]}),
+        ([("prompts", "required")], {"prompts": [], "rewards": {"red": red}}),
         ([("prompts[2]", "invalid"), ("prompts[3]", "invalid")],
          {"prompts": ["a", {"prompt": "b", "level": np.int64(4)}, 3, {"prompt": "b", "level": {4}}]}),
         ([("rewards.brightness", "duplicate"), ("rewards.colour", "duplicate"), ("rewards.a.b", "invalid"),
@@ -172,6 +174,11 @@ def test_inputs_that_cannot_be_used_are_refused_before_loading(values: dict[str,
     assert "'red'?" in str(refusal.value)
     with refused_options(("--method", "unsupported"), ("--data_root", "required")):
         train(load_config(config, method="sft"), prompts=["a"])
+
+
+def test_a_string_is_one_prompt() -> None:
+    as_text, as_list = (CustomParts(prompts=prompts).by_name["prompts"] for prompts in ("a cat", ["a cat"]))
+    assert prompt_rows(as_text) == prompt_rows(as_list) == [{"prompt": "a cat"}]
 
 
 def test_other_methods_score_held_out_prompts(options: Callable[..., dict]) -> None:

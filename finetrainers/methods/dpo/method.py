@@ -69,7 +69,7 @@ def preference_margin(gains: Tensor, beta: Tensor | float) -> Tensor:
 class DPO:
     """Direct preference optimization of any registered model."""
 
-    headline = ("loss", "accuracy", "eval_accuracy", "eval_loss", "eval_reward/")
+    headline: tuple[str, ...] = ("loss", "accuracy", "eval_accuracy", "eval_loss", "eval_reward/")
     summaries: Mapping[str, Summary] = SFT.summaries
 
     def __init__(self, parts: MethodParts[TrainingData]) -> None:
