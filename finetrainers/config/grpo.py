@@ -73,8 +73,9 @@ class GRPOSection(Section):
     window_size: int = option(2, "Number of consecutive denoising steps that are stochastic and trained. 0 trains all "
         "but the last.", resume="same", readers="trains_steps", ge=0)
     window_range: Fractions = option([0.0, 0.5],
-        "Fractions of the schedule that bound the window. The default is the noisier half, which determines most of "
-        "a clip.", resume="same", needs="window_size", readers="trains_steps", min_length=2, max_length=2)
+        "Fractions of the schedule that bound the window. The default is the noisier half; for an expert without "
+        "enough of these steps, they count from its first one.", resume="same", needs="window_size",
+        readers="trains_steps", min_length=2, max_length=2)
     window_strategy: Literal["fixed", "progressive", "random"] = option("random", "Keep the window at the start of "
         "its range (`fixed`), move it through the range (`progressive`), or draw its position for each rollout "
         "(`random`).", resume="same", needs="window_size", readers="trains_steps")

@@ -20,6 +20,7 @@ it by x / (a + s), r = s / (a + s), and back.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -56,7 +57,9 @@ def levels(process: Process, times: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([alpha, alpha.new_ones(1)]), torch.cat([sigma, sigma.new_zeros(1)])
 
 
-def transitions(kernel: Kernel, alpha: Tensor, sigma: Tensor, *, eta: float) -> Transitions:
+def transitions(
+    kernel: Kernel, alpha: Tensor, sigma: Tensor, *, eta: float, noisy: Sequence[int] | None = None
+) -> Transitions:
     """Return the coefficients of every step between consecutive noise levels, from noise to clean.
 
     The last step is always the deterministic one: noise added there would be seen, and its density is that of a point.
@@ -65,6 +68,7 @@ def transitions(kernel: Kernel, alpha: Tensor, sigma: Tensor, *, eta: float) -> 
         kernel: family of transitions.
         alpha, sigma: `[S + 1]` fp64, the last being 1 and 0.
         eta: amount of noise, in the kernel's own units; 0 gives the deterministic step.
+        noisy: steps that may get noise, by default all; the amount is not checked at others.
 
     Raises:
         ValueError: the levels do not fall, or eta is above the limit of the kernel or of these levels.
@@ -92,7 +96,7 @@ def transitions(kernel: Kernel, alpha: Tensor, sigma: Tensor, *, eta: float) -> 
         # Exactly s' where there is no noise, without the rounding of a square and its root.
         eps = torch.where(std > 0, torch.sqrt((next_s**2 - std**2).clamp_min(0)), next_s)
     std[-1], eps[-1] = 0.0, next_s[-1]
-    _check_std(kernel, std, sigma, eta=eta)
+    _check_std(kernel, std, sigma, eta=eta, steps=range(len(std)) if noisy is None else noisy)
     return Transitions(x0=next_a.clone(), eps=eps, std=std)
 
 
@@ -102,13 +106,13 @@ def step_lengths(alpha: Tensor, sigma: Tensor) -> Tensor:
     return ratio[:-1] - ratio[1:]
 
 
-def _check_std(kernel: Kernel, std: Tensor, sigma: Tensor, *, eta: float) -> None:
+def _check_std(kernel: Kernel, std: Tensor, sigma: Tensor, *, eta: float, steps: Sequence[int]) -> None:
     """Raise an error for noise that would destroy every clip.
 
     Raises:
-        ValueError: a step's std is negative, above 2, or not a number.
+        ValueError: the std of one of these steps is negative, above 2, or not a number.
     """
-    invalid = (~((std >= 0) & (std <= _LARGEST_STD))).nonzero().flatten().tolist()
+    invalid = [step for step in steps if not 0 <= float(std[step]) <= _LARGEST_STD]
     if invalid:
         step = invalid[0]
         raise InputError(

@@ -63,9 +63,17 @@ class SDEWindows:
 
     @property
     def _allowed(self) -> range:
-        """Steps that may be trained."""
-        allowed = step_range(self.section)
-        return range(max(allowed.start, self.own.start), min(allowed.stop, self.own.stop))
+        """Steps that may be trained: those of `window_range` that the trained network denoises.
+
+        If the window does not fit into them, since another expert denoises them, the range counts from the first step
+        of the trained one.
+        """
+        allowed, end = step_range(self.section), min(self.own.stop, self.section.sampling_steps - 1)
+        steps = range(max(allowed.start, self.own.start), min(allowed.stop, end))
+        if len(steps) >= max(self.section.window_size, 1):
+            return steps
+        first = self.own.start + allowed.start
+        return range(first, min(first + len(allowed), end))
 
     @property
     def num_stochastic(self) -> int:

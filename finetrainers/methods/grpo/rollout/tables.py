@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.diffusion.policy import Transitions, levels, only, step_lengths, transitions
 from finetrainers.diffusion.process import Process
 from finetrainers.models.spec import ModelSpec
-from finetrainers.utils.failures import InputError, error_kind
+from finetrainers.utils.failures import InputError
 
 from ..prompts.plan import PromptPlan
 from .sde_schedule import SDEWindows, step_weights
@@ -34,25 +36,28 @@ class StepTables:
             facts: facts of the checkpoint; one of two experts is trained only at its own steps.
 
         Raises:
-            ValueError: the sampler's noise, or the window, does not fit these noise levels.
+            ConfigError: the sampler's noise, or the window, does not fit these noise levels; with the option.
         """
         section = config.grpo
         alpha, sigma = levels(process, times)
         own = [step for step, time in enumerate(times.tolist()) if facts.trains_at(time)]
-        if not own:
-            message = "none of the sampling steps is within the noise levels of the trained expert"
-            raise InputError(message, "conflict")
+        with _naming("sampling_sigmas" if section.sampling_sigmas else "sampling_steps"):
+            if not own:
+                message = "none of the sampling steps is within the noise levels of the trained expert; use more"
+                raise InputError(message, "conflict")
+            self.deterministic = self.stochastic = transitions("ode", alpha, sigma, eta=0.0)
         self.own = range(own[0], own[-1] + 1)
-        trains_steps = trait(config.training.method, "trains_steps")
-        self.windows = SDEWindows(section, config.training.seed, self.own) if trains_steps else None
-        self.deterministic = self.stochastic = transitions("ode", alpha, sigma, eta=0.0)
         self.lengths = step_lengths(alpha, sigma)
         self.weights = torch.zeros(len(times), dtype=torch.float64)
-        if self.windows is not None:
-            name = kernel(section, is_flow=process.is_flow)
-            eta = DEFAULT_ETA[name] if section.eta is None else section.eta
-            self.stochastic = transitions(name, alpha, sigma, eta=eta)
-            pool = self.windows.pool()
+        self.windows = None
+        if not trait(config.training.method, "trains_steps"):
+            return
+        with _naming("window_size" if section.window_size else "sampling_steps"):
+            self.windows = SDEWindows(section, config.training.seed, self.own)
+        name, pool = kernel(section, is_flow=process.is_flow), self.windows.pool()
+        eta = DEFAULT_ETA[name] if section.eta is None else section.eta
+        with _naming("sampler" if section.eta is None else "eta"):
+            self.stochastic = transitions(name, alpha, sigma, eta=eta, noisy=pool)
             self.weights = step_weights(section.step_weight, self.stochastic, alpha, sigma, over=pool)
 
     @property
@@ -94,9 +99,17 @@ def check_noise(plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> No
         ConfigError: they do not fit.
     """
     section, scheduler = config.grpo, spec.load_scheduler()
-    try:
+    with _naming("sampling_steps" if section.shift is None else "shift"):
         times = rollout_times(section, spec, scheduler, num_tokens=plan.num_tokens)
-        StepTables(config, spec.process(scheduler), times, spec.facts)
+    with _naming("pretrained_model_name_or_path"):
+        process = spec.process(scheduler)
+    StepTables(config, process, times, spec.facts)
+
+
+@contextmanager
+def _naming(option: str) -> Iterator[None]:
+    """Report an error within the block as a problem of an option."""
+    try:
+        yield
     except ValueError as error:
-        message = f"is not supported by the checkpoint's scheduler: {error}"
-        raise ConfigError([Problem("--sampler", message, error_kind(error))]) from error
+        raise ConfigError([Problem.from_error(f"--{option}", error)]) from error
