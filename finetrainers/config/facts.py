@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from .geometry import Geometry
 
@@ -80,6 +80,7 @@ class Facts:
         last_frame: whether clips also end with a given image, on channels.
         sees_image: whether an image encoder reads the given images for the network.
         animates: whether every clip starts from an image, where `first_frame` is "tokens".
+        image_optional: whether the network was also trained without the image, where `needs_image`.
         text_sees_image: whether the text encoder is given the image that a clip starts from, so that text and image are
             encoded together.
         guidance: default guidance scale of samples, for networks that take guidance as an input, or None for others.
@@ -120,6 +121,7 @@ class Facts:
     last_frame: bool = False
     sees_image: bool = False
     animates: bool = False
+    image_optional: bool = False
     text_sees_image: bool = False
     guidance: float | None = None
     least_frames: int = 1
@@ -140,6 +142,11 @@ class Facts:
     notes: tuple[str, ...] = ()
     misread: Mapping[str, str] = field(default_factory=dict, hash=False)
     read_notes: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        """Give the geometry its fewest frames, which depend on what images do."""
+        shortest = 2 if self.images == "left out" else 1
+        object.__setattr__(self, "geometry", replace(self.geometry, shortest=shortest))
 
     def of_expert(self, expert: str | None) -> Facts:
         """Return the facts of a run that trains the `high` (also for None) or the `low` expert, where there are two."""
@@ -171,6 +178,14 @@ class Facts:
     def needs_image(self) -> bool:
         """True if every clip starts from an image."""
         return self.first_frame == "channels" or self.text_sees_image or self.animates
+
+    @property
+    def images(self) -> Literal["trained", "from text", "left out"]:
+        """Use of single images in training: as clips, from the prompt without the image that clips start from, or none.
+
+        As the image that they start from, they would be their own answer.
+        """
+        return "trained" if not self.needs_image else "from text" if self.image_optional else "left out"
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -76,10 +76,10 @@ class FrameKind:
     def draw(self, latent_frames: int, temporal: int, rng: random.Random) -> Collection[int]:
         """Return the indexes of conditioning frames among `latent_frames`, which stand for `temporal` frames each."""
         everything = range(latent_frames)
+        if latent_frames == 1:  # an image, which would be its own answer
+            return ()
         if self.name == "first":
             return (0,)
-        if latent_frames == 1:  # an image
-            return ()
         if self.frames is not None:
             length = -(-(self.frames - 1) // temporal) + 1 if self.name == "prefix" else -(-self.frames // temporal)
             return everything[:length] if self.name == "prefix" else everything[-length:]
@@ -201,7 +201,7 @@ def format_kinds(kinds: FrameConditioning) -> str:
 def select_conditioning_modes(
     kinds: FrameConditioning | None, first_p: float | None, facts: Facts
 ) -> FrameConditioning:
-    """Return the kinds that training draws from: the requested ones, or else the first frame alone.
+    """Return the kinds that training draws from: the requested ones, or else the images of the checkpoint alone.
 
     Its probability is the requested one, or else that of the model's training.
 
@@ -213,7 +213,12 @@ def select_conditioning_modes(
     if facts.first_frame == "none":
         return ()
     p = facts.first_frame_p if first_p is None else first_p
-    return ((FrameKind("first", p),) if p else ()) if kinds is None else kinds
+    return ((FrameKind(image_mode(facts), p),) if p else ()) if kinds is None else kinds
+
+
+def image_mode(facts: Facts) -> str:
+    """Return the kind that gives the images which a checkpoint's clips start from, and end with."""
+    return "first+last" if facts.last_frame else "first"
 
 
 #: The option's type. It also accepts a table of kinds and probabilities.

@@ -20,6 +20,7 @@ class Geometry:
         sides: the only height and width in pixels that the network has positions for, or None if it takes several.
         largest: the largest height and width that it has positions for, or None if there is no limit.
         longest: the most frames that it has positions for, or None if there is no limit.
+        shortest: the fewest frames of a clip: 2 if a single frame would be the image that every clip starts from.
     """
 
     temporal: int
@@ -31,6 +32,7 @@ class Geometry:
     sides: tuple[int, int] | None = None
     largest: tuple[int, int] | None = None
     longest: int | None = None
+    shortest: int = 1
 
     def __post_init__(self) -> None:
         """Refuse what configs may hold instead of a number.
@@ -117,6 +119,9 @@ class Geometry:
         """Return the reasons why a length is not legal, each with a legal one; empty if it is."""
         if self.longest is not None and frames > self.longest:
             return [f"this checkpoint has positions up to {self.longest} frames, got {frames}; use at most that"]
+        if frames < self.shortest:
+            fewest = self.temporal + 1
+            return [f"this checkpoint animates an image, and 1 frame leaves nothing to generate; use {fewest} or more"]
         if (frames - 1) % self.temporal == 0:
             return []
         below = (frames - 1) // self.temporal * self.temporal + 1

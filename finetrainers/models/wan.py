@@ -22,7 +22,6 @@ from transformers import CLIPImageProcessor, CLIPVisionModel, T5TokenizerFast, U
 
 from finetrainers.config.facts import Activations
 from finetrainers.diffusion.schedule import sampling_times
-from finetrainers.utils.device import to_device
 from finetrainers.utils.failures import InputError
 
 from . import common, given_frames
@@ -313,19 +312,19 @@ class WanSpec(ModelSpec):
         """Implement `ModelSpec.condition`; on channels, `first_frame` is a mask and the given frames' latents.
 
         They are `[B, 4 + 16, T, H, W]`: the mask has a channel for each frame of a latent frame, all 1 for the first.
+        All clips have them, since the network has seen an encoding there for every clip.
         """
-        meta, trained = super().condition(batch, x0, frames, vae_stats)
         if self.facts.first_frame != "channels":
-            return meta, trained
+            return super().condition(batch, x0, frames, vae_stats)
+        assert all(0 in indexes for indexes in frames), "the network was trained with an image for every clip"
+        meta, _ = super().condition(batch, x0, [(0,)] * len(frames), vae_stats)
         latents, geometry = meta.extra["first_frame"], self.facts.geometry
-        is_given = to_device(torch.tensor([0 in indexes for indexes in frames], dtype=latents.dtype), latents.device)
         mask = latents.new_zeros(len(latents), geometry.temporal, *latents.shape[2:])
         mask[:, :, 0] = 1.0
         if self.facts.last_frame:
             mask[:, -1, -1] = 1.0
-        channels = torch.cat([mask * is_given.view(-1, 1, 1, 1, 1), latents], dim=1)
-        states = {n: t * is_given.view(-1, 1, 1).to(t) for n, t in batch.clip.items() if n == IMAGE_STATES}
-        return replace(meta, extra={**meta.extra, "first_frame": channels, **states}), None
+        states = {name: tensor for name, tensor in batch.clip.items() if name == IMAGE_STATES}
+        return replace(meta, extra={**meta.extra, "first_frame": torch.cat([mask, latents], dim=1), **states}), None
 
     def vae_stats(self, vae: Any) -> VAEStats:
         mean, std = (torch.tensor(vae.config[name], dtype=torch.float32) for name in ("latents_mean", "latents_std"))

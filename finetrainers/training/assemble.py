@@ -127,8 +127,11 @@ def _print_notes(checked: ResolvedRun, spec: ModelSpec) -> None:
             shares = ", ".join(f"{kind.label} {kind.p:.3g}" for kind in kinds)
             print_line(f"note: frame-conditioning probabilities: {shares}")
         elif data.first_frame_conditioning_p is None:
+            frames = "first and last frame" if spec.facts.last_frame else "first frame"
+            has_images = spec.facts.images == "from text" and any(size[0] == 1 for size in checked.plan.buckets)
             print_line(
-                f"note: {kinds[0].p:.0%} of samples are conditioned on their first frame (--first_frame_conditioning_p)"
+                f"note: {kinds[0].p:.0%} of samples are conditioned on their {frames} (--first_frame_conditioning_p)"
+                f"{', images on the prompt alone' if has_images else ''}"
             )
     tiled = dict.fromkeys("x".join(map(str, size)) for size in checked.sizes if spec.tiles_by_size(size))
     if tiled:

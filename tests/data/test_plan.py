@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from finetrainers.config.sections import DataSection, ModelSection
 from finetrainers.data.inspect.plan import DatasetPlan
 from finetrainers.data.inspect.survey import survey_dataset
 from finetrainers.data.reading.items import DataError
+from finetrainers.models.registry import get_family
 
 GEOMETRY = Geometry(temporal=8, spatial=16, patch=1, patch_t=1, fps=8)
 
@@ -61,6 +63,26 @@ def test_every_item_gets_its_bucket_and_rate(root: Path) -> None:
     assert made.table()[1:] == [
         ("17x48x32", "1", "1", "0", "4"), ("17x32x48", "2", "2", "0", "8"), ("1x16x32", "1", "1", "0", "8"),
     ]  # fmt: skip
+
+
+def test_a_checkpoint_that_animates_images_trains_none(root: Path, make_video, monkeypatch) -> None:
+    """They would be their own answer, and so would videos of one latent frame."""
+    make_video(root / "short.mp4", frames=5, fps=8)
+    (root / "short.txt").write_text("a short clip")
+    family = get_family("wan").read({"transformer": {"in_channels": 36, "out_channels": 16}})
+    assert (family.images, family.geometry.shortest) == ("left out", 2)
+    monkeypatch.setattr(sys.modules[__name__], "GEOMETRY", replace(GEOMETRY, shortest=family.geometry.shortest))
+    videos = {"video_resolution_buckets": BUCKETS["video_resolution_buckets"]}
+    for options in (videos, {}, {"resolutions": ["32x48"]}):
+        with refused("invalid", "still.png", "short.mp4", error=DataError):
+            plan(root, **options)
+        made = plan(root, **options, max_bad_samples=2)
+        reasons = {item.name: item.status for item in made.items if item.use == "rejected"}
+        assert reasons == {"still.png": "no_bucket", "short.mp4": "too_short"}
+        assert {clip.path.name for clip in made.clips} == {"long.mp4", "fast.mp4", "slow.mp4"}
+        assert all(bucket[0] > 1 for bucket in made.buckets)
+    with refused("invalid", "1x16x32", error=DataError):
+        plan(root, **BUCKETS)
 
 
 def used(made: DatasetPlan) -> dict[str, tuple[int, int]]:

@@ -13,10 +13,10 @@ from PIL import Image
 from refusals import refused
 
 from finetrainers.config.sections import ModelSection
-from finetrainers.models.batch import Batch, PromptEmbeds, SampleRequest, VideoMeta
+from finetrainers.models.batch import PromptEmbeds, SampleRequest
 from finetrainers.models.decoding import decode_gradient
 from finetrainers.models.registry import get_family, with_family
-from finetrainers.models.wan import IMAGE_STATES, WanSpec
+from finetrainers.models.wan import WanSpec
 
 
 def spec_of(repo: Path, expert: Any = None) -> WanSpec:
@@ -27,23 +27,6 @@ def spec_of(repo: Path, expert: Any = None) -> WanSpec:
     spec = get_family("wan").load(section)
     assert isinstance(spec, WanSpec)
     return spec
-
-
-def test_a_clip_that_is_given_no_frame_has_an_empty_mask(tiny_repo: Callable[..., Path]) -> None:
-    """Mask, latents and image states are zero in its row alone."""
-    spec = spec_of(tiny_repo("wan", "i2v"))
-    encoders = spec.load_clip_encoders()
-    clip = spec.encode_clip(encoders, torch.randint(0, 256, (2, 3, 5, 32, 32), dtype=torch.uint8), None)
-    meta, stats = VideoMeta(fps=torch.full((2,), 16.0)), spec.vae_stats(encoders["vae"])
-    batch = Batch(clip["moments"], PromptEmbeds({}), meta, [(0, 0), (0, 1)], clip)
-    extra = spec.condition(batch, spec.latents(batch.moments, None, stats), [(0,), ()], stats)[0].extra
-    assert extra["first_frame"].shape == (2, 4 + 16, 2, 4, 4)
-    assert (
-        extra["first_frame"][0, :4].flatten(2).amax(2).sum() == 4.0 == extra["first_frame"][0, :4, 0].mean(0).sum() / 4
-    )
-    assert not extra["first_frame"][1].any()
-    assert extra[IMAGE_STATES][0].any()
-    assert not extra[IMAGE_STATES][1].any()
 
 
 def test_5b_samples_with_a_last_frame_in_its_place(tiny_repo: Callable[..., Path]) -> None:

@@ -10,10 +10,11 @@ from finetrainers.utils.text import nearest
 
 from ..errors import Problem
 from ..facts import Facts
-from ..frame_conditioning import FrameConditioning, select_conditioning_modes
+from ..frame_conditioning import FrameConditioning, image_mode, select_conditioning_modes
 from ..prompts import ValidationPrompt
 from ..root import TrainConfig
 from ..sections import DataSection
+from ..values import ROUNDING
 from .findings import Finding
 
 Bucket = tuple[int, int, int]
@@ -40,7 +41,9 @@ def check_frames(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
 def frame_problems(data: DataSection, facts: Facts, *, model: str) -> Iterator[Problem]:
     """Yield a problem for frame conditioning that a model or the windows of a dataset do not support."""
     kinds = data.frame_conditioning or ()
-    others = [kind.label for kind in kinds if kind.name != "first"]
+    mode = image_mode(facts)
+    others = [kind.label for kind in kinds if kind.name != mode]
+    share = data.first_frame_conditioning_p if data.frame_conditioning is None else sum(kind.p for kind in kinds)
     way_out = "--list_models shows which models take any frame"
     if facts.first_frame == "none" and kinds:
         yield Problem(
@@ -49,9 +52,15 @@ def frame_problems(data: DataSection, facts: Facts, *, model: str) -> Iterator[P
     elif others and not facts.any_frame:
         yield Problem(
             "--frame_conditioning",
-            f"this {model} supports only the first frame, not {', '.join(others)}; {way_out}",
+            f"this {model} supports only {mode}, not {', '.join(others)}; {way_out}",
             "unsupported",
         )
+    elif share is not None and share < 1 - ROUNDING and facts.images == "left out" and not facts.any_frame:
+        option = "first_frame_conditioning_p" if data.frame_conditioning is None else "frame_conditioning"
+        message = (
+            f"this checkpoint starts every clip from an image, and was not trained without; use {mode}=1, or remove it"
+        )
+        yield Problem(f"--{option}", message, "unsupported")
     else:
         for kind in kinds:
             if reason := kind.grid_problem(facts.geometry.temporal):

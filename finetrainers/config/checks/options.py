@@ -82,18 +82,6 @@ def _check_media(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
     if not facts.text_sees_image:
         return
     reason = "the text encoder of this checkpoint also encodes the image"
-    if config.data.first_frame_conditioning_p not in (None, 1.0):
-        yield (
-            "first_frame_conditioning_p",
-            f"{reason}, so every clip is conditioned on its first frame; remove it",
-            "unsupported",
-        )
-    if config.data.frame_conditioning is not None:
-        yield (
-            "frame_conditioning",
-            f"{reason}, so every clip is conditioned on its first frame; remove it",
-            "unsupported",
-        )
     if config.sft.prior_preservation_weight > 0:
         yield (
             "prior_preservation_weight",
@@ -154,7 +142,7 @@ def _check_sizes(config: TrainConfig, geometry: Geometry, prompts: list[Validati
     windows = config.data.sliding_window_size is not None
     for bucket in config.data.video_resolution_buckets:
         # Windows are cut from clips of any length.
-        for problem in geometry.problems(1 if windows else bucket[0], *bucket[1:]):
+        for problem in geometry.problems(geometry.temporal + 1 if windows else bucket[0], *bucket[1:]):
             yield "video_resolution_buckets", f"{'x'.join(map(str, bucket))}: {problem}"
     for option, problem in window_problems(config.data, geometry):
         yield option, problem, "invalid" if option == "sliding_window_size" else "conflict"

@@ -118,7 +118,7 @@ def _resolution_buckets(
     videos_by_area = tuple(tuple((f, *size) for f in lengths for size in same_area) for same_area in sizes)
     return {
         "video": videos_by_area if lengths else (),
-        "image": tuple(tuple((1, *size) for size in same_area) for same_area in sizes),
+        "image": () if geometry.shortest > 1 else tuple(tuple((1, *size) for size in areas) for areas in sizes),
     }
 
 

@@ -91,6 +91,8 @@ def assign_buckets(
         for medium in (entry, *dict(entry.further).values(), entry.mask):
             if medium is not None:
                 _set_rate(medium, data=data, target_fps=target_fps, backend=backend)
+        entry.unusable = _nothing_to_animate(entry, data=data, geometry=geometry)
+    usable = [entry for entry in usable if entry.unusable is None]
     window_data = with_window_buckets(data)
     sizes: dict[Kind, list[Bucket]] = {"video": [], "image": []}
     for entry in usable:
@@ -166,6 +168,16 @@ def _too_short(entry: ProbedItem, needed: int, *, data: DataSection, geometry: G
     alternatives = f"{', '.join(remedies[:-1])}{' or ' * (len(remedies) > 1)}{remedies[-1]}"
     shortest = "" if length > 1 else f"; no video of this model has less than {geometry.temporal + 1}"
     return InvalidSample("too_short", f"too short: {supply}, and {requirement}{shortest}; {alternatives}")
+
+
+def _nothing_to_animate(entry: ProbedItem, *, data: DataSection, geometry: Geometry) -> InvalidSample | None:
+    """Return why an item would be nothing but the image that the checkpoint's clips start from, or None."""
+    if legal_length(entry.available, geometry) >= geometry.shortest:
+        return None
+    if entry.item.kind == "video":
+        return _too_short(entry, geometry.temporal + 1, data=data, geometry=geometry)
+    reason = "this checkpoint animates an image, and a single one leaves nothing to generate"
+    return InvalidSample("no_bucket", f"{reason}; remove it, or train a text-to-video checkpoint")
 
 
 def _set_rate(entry: ProbedItem, *, data: DataSection, target_fps: float, backend: str) -> None:

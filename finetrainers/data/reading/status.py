@@ -24,7 +24,7 @@ MEANINGS: Mapping[Status | Mark, str] = {
     "used": "trained on, or held out",
     "skipped": "left out by an option, or a row or archive member that is not a clip",
     "too_short": "fewer frames, at its sampled rate, than the shortest bucket",
-    "no_bucket": "there are no buckets for videos, or none for images",
+    "no_bucket": "there are no buckets for videos, or none for images, or the checkpoint does not train single images",
     "caption_missing": "no caption belongs to it",
     "outside_root": "its path leads out of the dataset's directory",
     "missing": "there is no such file, or the link leads nowhere",

@@ -61,6 +61,7 @@ def read(configs: Configs) -> Facts:
         first_frame=kind if "transformer" in configs else "unknown",
         any_frame=animates or "transformer" not in configs,
         first_frame_p=1.0 if animates else 0.0,
+        image_optional=True,  # `noised_image_dropout` 0.05 of zeros, in sat/configs/cogvideox_5b_i2v.yaml
         # From finetune/models/cogvideox_i2v/lora_trainer.py of THUDM/CogVideo.
         first_frame_noise=(-3.0, 0.5) if animates else None,
         media=("control_video",) if inputs > latents and not own else (),

@@ -54,6 +54,7 @@ def read(configs: Configs) -> Facts:
         first_frame=("channels" if animates else "none") if transformer else "unknown",
         first_frame_p=1.0 if image_parts else 0.0,
         sees_image=bool(image_parts),
+        image_optional=True,  # `TrainingConfig.i2v_prob` there; images are text-to-video (`sample_task`)
         defaults={"flow_shift": 3.0, "validation_guidance_scale": 6.0},
     )
 

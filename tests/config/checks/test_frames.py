@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from finetrainers.config.checks.frames import length_problems
@@ -21,7 +23,9 @@ def configured(**options: object) -> TrainConfig:
 
 
 def findings(first_frame: str = "tokens", *, any_frame: bool = True, **options: object) -> Findings:
-    facts = Facts(GEOMETRY, first_frame=first_frame, any_frame=any_frame, text_sees_image=options.pop("sees", False))
+    names = {"text_sees_image": "sees", "last_frame": "last_frame", "image_optional": "image_optional"}
+    traits: dict[str, Any] = {fact: options.pop(name) for fact, name in names.items() if name in options}
+    facts = Facts(GEOMETRY, first_frame=first_frame, any_frame=any_frame, **traits)
     return check_config(configured(**options), facts=facts, prompts=[], world_size=1)
 
 
@@ -41,7 +45,14 @@ def findings(first_frame: str = "tokens", *, any_frame: bool = True, **options: 
         ("tokens", True, {"frame_conditioning": "prefix=0.1", "sliding_window_size": 33,
             "sliding_window_latents": "slice"}, "frame_conditioning", "conflict", "--sliding_window_latents slice"),
         ("tokens", False, {"frame_conditioning": "first=0.5", "sees": True}, "frame_conditioning", "unsupported",
-         "text encoder"),
+         "first=1"),
+        ("tokens", False, {"frame_conditioning": "", "sees": True}, "frame_conditioning", "unsupported", "first=1"),
+        ("channels", False, {"first_frame_conditioning_p": 0.9}, "first_frame_conditioning_p", "unsupported",
+         "first=1"),
+        ("channels", False, {"frame_conditioning": "first+last=0.5", "last_frame": True}, "frame_conditioning",
+         "unsupported", "first+last=1"),
+        ("channels", False, {"frame_conditioning": "first=1", "last_frame": True}, "frame_conditioning",
+         "unsupported", "only first+last"),
     ],
 )  # fmt: skip
 def test_what_a_model_cannot_be_given(
@@ -56,7 +67,8 @@ def test_what_works() -> None:
     every = "first=0.1,last=0.1,prefix:9=0.1,interpolate=0.1,random=0.1"
     sliced = {"sliding_window_size": 33, "sliding_window_latents": "slice"}
     assert findings(frame_conditioning=every).errors == []
-    assert findings("channels", any_frame=False, frame_conditioning="first=0.5").errors == []
+    assert findings("channels", any_frame=False, frame_conditioning="first=0.5", image_optional=True).errors == []
+    assert findings("channels", any_frame=False, frame_conditioning="first+last=1", last_frame=True).errors == []
     assert findings("channels", frame_conditioning=every, window_context=2, sliding_window_size=33).errors == []
     assert findings(frame_conditioning="last=0.1,suffix:8=0.1", **sliced).errors == []
     assert findings(frame_conditioning="", window_context=2, **sliced).errors == []

@@ -157,7 +157,7 @@ def image_problems(plan: PromptPlan, facts: Facts) -> Iterator[Problem]:
                 "this checkpoint does not take a first frame; remove the images, or train an image-to-video checkpoint"
             )
             yield Problem(option, message, "unsupported")
-    if plan.images and facts.first_frame == "tokens" and facts.geometry.latent_shape(*plan.size)[0] == 1:
+    if plan.images and facts.images != "left out" and facts.geometry.latent_shape(*plan.size)[0] == 1:
         size = "x".join(map(str, plan.size))
         message = f"{size}: the image is the complete clip, so nothing is left to sample; use more frames"
         yield Problem("--rollout_size", message, "conflict")
