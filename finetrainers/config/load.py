@@ -41,6 +41,15 @@ _PART = r"""[\w-]+|"[^"]*"|'[^']*'"""
 _PATH = rf"(?:{_PART})(?:\s*\.\s*(?:{_PART}))*"
 _HEADER = re.compile(rf"\s*\[+\s*({_PATH})\s*\]+\s*(?:#.*)?$")
 _KEY = re.compile(rf"\s*({_PATH})\s*=")
+#: Options that an object of Python, which `train` is given, takes the place of, by its name.
+REPLACED = {
+    "network": ("transformer_id", "init_from", "export_formats"),
+    "optimizer": (
+        "optimizer", "use_8bit_bnb", "beta1", "beta2", "beta3", "weight_decay", "epsilon", "use_cpu_offload_optimizer",
+        "offload_gradients", "optimizer_in_backward", "lr", "scale_lr",
+    ),
+    "lr_at": ("lr", "scale_lr", "lr_scheduler", "lr_warmup_steps", "lr_cooldown_steps", "lr_num_cycles", "lr_power"),
+}  # fmt: skip
 #: Most parts of a key that are searched for.
 _DEEPEST = 8
 #: Problems after which the nearest names are left out: each search takes milliseconds.
@@ -325,6 +334,9 @@ def dump_toml(config: TrainConfig, *, defaults: bool = True) -> str:
     values = {n: value for n, value in config.plain().items() if value is not None and fields()[n].section in tables}
     if "train_steps" in config.chosen:  # where epochs stand, steps are not chosen
         del values["train_epochs"]
+    for part in config.run.parts:
+        for name in REPLACED.get(part.partition("=")[0], ()):
+            values.pop(name, None)
     if not defaults:
         values = {name: value for name, value in values.items() if config.is_given(name) or config.changed(name)}
     document: dict[str, Any] = _by_table({name: value for name, value in values.items() if name not in config.chosen})

@@ -232,7 +232,7 @@ _OTHERS = [
             labels={"grad_norm": "mean", "grad_norm_max": "maximum"},
         ),
     ),
-    ("optimization", Panel("Learning rate", ("lr",))),
+    ("optimization", Panel("Learning rate", ("lr", "lr/"))),
     (
         "speed",
         Panel("Time per step", ("step_s", "seconds/", "waiting_s", "checkpoint_s"), unit="s", labels=_SECONDS),

@@ -85,6 +85,8 @@ def custom_optimizer(make: Callable[[list[Parameter]], Optimizer], parameters: I
         problem = f"must update all of the {len(weights)} trainable parameters and no others, got {len(updated)}"
     if problem is not None:
         raise ConfigError([Problem("optimizer", problem)])
+    _keep_implementation(optimizer)
+    _load_state_in_saved_dtype(optimizer)
     return optimizer
 
 
@@ -164,8 +166,9 @@ def _load_state_in_saved_dtype(optimizer: Optimizer) -> None:
         for index, values in saved.items():
             weight = weights[index]
             for key, value in values.items():
-                if isinstance(value, torch.Tensor):
-                    loaded.state[weight][key] = value.to(weight.device, copy=True)
+                current = loaded.state[weight].get(key)
+                if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
+                    loaded.state[weight][key] = value.to(current.device, copy=True)
         saved.clear()
 
     optimizer.register_load_state_dict_pre_hook(before)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from diffusers.optimization import get_scheduler
@@ -62,10 +64,38 @@ def _half_cosine(first: float, last: float, share: float) -> float:
     return last + (first - last) * (1 + math.cos(math.pi * share)) / 2
 
 
-def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate of every group. Torchao keeps it in a tensor, which must stay the same tensor."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rates of an optimizer's groups in each optimizer step.
+
+    Attributes:
+        lr_at: rate of optimizer step n, from 0, or the factor of the groups' own rates.
+        own: rate of each group of a user's optimizer, which `lr_at` multiplies; None for a group that finds its rate by
+            itself. Empty if `lr_at` is the rate of all groups.
+    """
+
+    lr_at: Callable[[int], float]
+    own: Sequence[float | None] = ()
+
+    def apply(self, optimizer: Optimizer, step: int) -> None:
+        """Set the rates of a step. Torchao keeps them in tensors, which must stay the same tensors."""
+        factor = self.lr_at(step)
+        for group, rate in zip(optimizer.param_groups, self.own or repeat(1.0), strict=False):
+            if rate is None:
+                continue
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(factor * rate)
+            else:
+                group["lr"] = factor * rate
+
+    def record(self, step: int) -> dict[str, float]:
+        """Return the rates of a step for its record: of the first group, and of each further one that differs."""
+        rates = {index: self.lr_at(step) * rate for index, rate in enumerate(self.own or (1.0,)) if rate is not None}
+        names = {index: f"lr/{index}" if index else "lr" for index, rate in rates.items()}
+        return {names[index]: rate for index, rate in rates.items() if not index or rate != rates.get(0)}
+
+
+def group_rates(optimizer: Optimizer) -> list[float | None]:
+    """Return the learning rates of an optimizer's groups."""
+    rates = (group.get("lr") for group in optimizer.param_groups)
+    return [None if rate is None else float(rate) for rate in rates]

@@ -24,6 +24,7 @@ from finetrainers.utils.reading import read_jsonl
 from finetrainers.utils.text import printable, shortened
 
 from .initial_weights import InitialWeights, read_adapter_options
+from .parts import has_part
 
 #: Options of the recommended settings of a LoRA, and the one that stands for steps where these are open.
 _RECOMMENDED = ("rank", "lora_alpha", "lr", "train_steps")
@@ -217,6 +218,8 @@ def choose_recommended(config: TrainConfig, facts: Facts) -> TrainConfig:
     if facts.lora is None or not _is_lora_on_clips(config):
         return config
     is_set = {*config.chosen, *filter(config.is_given, _RECOMMENDED)}
+    if has_part(config, "optimizer") or has_part(config, "lr_at"):
+        is_set.add("lr")
     rank = config.training.rank if "rank" in is_set else facts.lora.rank
     values = {"rank": rank, "lora_alpha": float(rank), "lr": facts.lora.lr}
     if not any(map(config.is_given, _LENGTH)):

@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.config.load import load_config
+from finetrainers.config.load import REPLACED, load_config
 from finetrainers.config.methods import trait
 from finetrainers.config.prompts import PYTHON_PROMPTS, prompt_rows, python_prompts_set
 from finetrainers.config.root import TrainConfig
@@ -32,15 +32,6 @@ if TYPE_CHECKING:
 
     from finetrainers.methods.base import Method
 
-#: Options that a part decides itself.
-_EXCLUDED = {
-    "network": ("transformer_id", "init_from", "export_formats"),
-    "optimizer": (
-        "optimizer", "use_8bit_bnb", "beta1", "beta2", "beta3", "weight_decay", "epsilon", "use_cpu_offload_optimizer",
-        "offload_gradients", "optimizer_in_backward",
-    ),
-    "lr_at": ("scale_lr", "lr_scheduler", "lr_warmup_steps", "lr_cooldown_steps", "lr_num_cycles", "lr_power"),
-}  # fmt: skip
 #: Options that take their values from a LoraConfig, and its attribute for each.
 _LORA_OPTIONS = {
     "rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "use_rslora": "use_rslora",
@@ -199,9 +190,10 @@ class CustomParts:
             if config.get(name) not in (None, PYTHON_PROMPTS[name]):
                 message = f"is {config.get(name)}, and train has {name}=; remove one of them"
                 yield Problem(f"--{name}", message, "conflict")
-        for name in self.by_name.keys() & _EXCLUDED.keys():
-            for option in _EXCLUDED[name]:
-                if config.changed(option):
+        for name in self.by_name.keys() & REPLACED.keys():
+            for option in REPLACED[name]:
+                # Runs of earlier versions chose the recommended rate beside a part.
+                if config.changed(option) and (option != "lr" or config.is_given(option)):
                     yield Problem(f"--{option}", f"cannot be combined with {name}=; remove one of them", "conflict")
         if self.optimizer is not None and config.training.master_weights != "fp32":
             yield Problem("--master_weights", "requires an optimizer of --optimizer; remove one of them", "conflict")
@@ -209,6 +201,11 @@ class CustomParts:
             yield Problem("optimizer", "is not supported with DeepSpeed; use DDP or FSDP2", "unsupported")
         if self.lora is not None:
             yield from _lora_conflicts(self.lora, config)
+
+
+def has_part(config: TrainConfig, name: str) -> bool:
+    """Return whether a run has this object of Python."""
+    return any(part.partition("=")[0] == name for part in config.run.parts)
 
 
 def missing_part_problems(parts: CustomParts, config: TrainConfig) -> Iterator[Problem]:

@@ -41,6 +41,7 @@ from .initial_weights import (
     stored_lora,
 )
 from .lineage import began_from, short_digest
+from .parts import has_part
 
 #: Learning rates that differ by less than this share count as the same.
 _SAME_RATE = 1e-3
@@ -460,14 +461,17 @@ def _rate_change(
     step, start = state["step"], state["schedule_start"]
     if resets & {"scheduler", "step"} or type(then) is not int or now is None or then == now or now <= step:
         return
+    if has_part(config, "lr_at"):
+        return
     from finetrainers.optim.schedules import lr_schedule  # needs torch, so only if the steps have changed
 
     options = config.optimizer
-    schedules = [lr_schedule(options, lr=options.lr, total_steps=n - start, first_step=start) for n in (then, now)]
+    lr, rate = (1.0, "factor of the learning rate") if has_part(config, "optimizer") else (options.lr, "learning rate")
+    schedules = [lr_schedule(options, lr=lr, total_steps=n - start, first_step=start) for n in (then, now)]
     rates = [max(0.0, schedule(step)) for schedule in schedules]
     if abs(rates[0] - rates[1]) > _SAME_RATE * max(rates):
         yield (
-            f"--train_steps was {then} and is {now}: on the {options.lr_scheduler} schedule the learning rate of "
+            f"--train_steps was {then} and is {now}: on the {options.lr_scheduler} schedule the {rate} of "
             f"step {step + 1} is {rates[1]:.3g} instead of {rates[0]:.3g}; --reset scheduler starts the schedule again"
         )
 

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.frame_conditioning import select_conditioning_modes
 from finetrainers.config.root import TrainConfig
 from finetrainers.draw.notebook import in_notebook
@@ -22,14 +23,13 @@ from finetrainers.methods.spec import BatchSource
 from finetrainers.models.spec import DTYPES, ModelSpec
 from finetrainers.optim.ema import EMA
 from finetrainers.optim.factory import create_optimizer, custom_optimizer
-from finetrainers.optim.schedules import lr_schedule
+from finetrainers.optim.schedules import Schedule, group_rates, lr_schedule
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.automatic import apply_decoding_settings, choose_settings, record_choices
 from finetrainers.plan.block_swap import block_swap
 from finetrainers.plan.initial_weights import INITIAL_LORA
 from finetrainers.plan.lineage import BEGAN_FROM, find_lineage
 from finetrainers.plan.preflight import ResolvedRun
-from finetrainers.plan.resume_plan import Start
 from finetrainers.plan.start_report import print_line, report_loading
 from finetrainers.plan.throughput import attach_flop_meter
 from finetrainers.plan.trainable import trainable_dtype, trainable_parameters
@@ -105,16 +105,25 @@ def assemble(checked: ResolvedRun, parallel: Strategy, watchdog: Watchdog, memor
     if activations is not None:
         state.guards.memory.recompute_more = partial(activations.recompute_more, state)
     callbacks = _make_callbacks(state, resolved, source, scheduler=scheduler, encoded=encoded)
+    schedule = _make_schedule(checked, optimizer, lr=lr, total_steps=total_steps)  # restoring loads other rates
     restore(state, start)
     _record_start(state, checked)
     _store_initial_lora(state, checked)
-    schedule = checked.parts.schedule or _make_schedule(config, lr=lr, total_steps=total_steps, start=start)
-    return Trainer(state, lr_at=schedule, callbacks=callbacks, activations=activations)
+    return Trainer(state, schedule=schedule, callbacks=callbacks, activations=activations)
 
 
-def _make_schedule(config: TrainConfig, *, lr: float, total_steps: int, start: Start) -> Callable[[int], float]:
-    first_step = start.schedule_start
-    return lr_schedule(config.optimizer, lr=lr, total_steps=max(1, total_steps - first_step), first_step=first_step)
+def _make_schedule(checked: ResolvedRun, optimizer: Any, *, lr: float, total_steps: int) -> Schedule:
+    """Return the learning rates: those of the options, or the rates of a user's optimizer or function."""
+    parts, first_step = checked.parts, checked.start.schedule_start
+    own = [] if parts.optimizer is None else group_rates(optimizer)
+    if parts.schedule is None:
+        steps = max(1, total_steps - first_step)
+        lr_at = lr_schedule(checked.config.optimizer, lr=1.0 if own else lr, total_steps=steps, first_step=first_step)
+        return Schedule(lr_at, own)
+    if len(set(own)) > 1:
+        message = f"sets one rate for all groups of the optimizer, and theirs are {', '.join(map(str, own))}; remove it"
+        raise ConfigError([Problem("lr_at", f"{message}, or give the groups one rate", "conflict")])
+    return Schedule(parts.schedule)
 
 
 def _print_notes(checked: ResolvedRun, spec: ModelSpec) -> None:

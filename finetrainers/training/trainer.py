@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 from finetrainers.methods.base import Step
 from finetrainers.optim.in_backward import StepInBackward, get_step_in_backward
-from finetrainers.optim.schedules import set_lr
+from finetrainers.optim.schedules import Schedule
 from finetrainers.parallel.hardware import hardware_monitor
 from finetrainers.plan.start_report import print_stopped
 from finetrainers.plan.throughput import peak_flops, with_rates
@@ -52,13 +52,13 @@ class Trainer:
 
     Attributes:
         state: the run, new or restored from a checkpoint.
-        lr_at: learning rate of optimizer step n, from 0.
+        schedule: learning rates.
         callbacks: watchers, in order.
         activations: chooses what blocks store, or None if the options decide it.
     """
 
     state: TrainState
-    lr_at: Callable[[int], float]
+    schedule: Schedule
     callbacks: list[Callback] = field(default_factory=list)
     activations: ActivationPlanner | None = None
     _may_reserve_memory = True  # until the first step or save
@@ -239,7 +239,7 @@ class Trainer:
         totals: dict[str, Tensor | float] = {}
         started = time.perf_counter()
         if len(step):
-            set_lr(state.optimizer, self.lr_at(state.step))
+            self.schedule.apply(state.optimizer, state.step)
             step_in_backward = get_step_in_backward(state.optimizer)
             if step_in_backward is not None:  # weights change from here on
                 self._is_updating = True
@@ -423,7 +423,7 @@ class Trainer:
         state, every = self.state, self.state.config.run.logging_steps
         record = summarize_records(records, seconds=seconds, every=every, summaries=state.method.summaries)
         record = with_rates(record, num_ranks=state.parallel.data_size, peak=self._peak_flops)
-        record["lr"] = self.lr_at(state.step - 1)
+        record |= self.schedule.record(state.step - 1)
         if self._blocked_s:
             record["checkpoint_s"] = self._blocked_s
             self._blocked_s = 0.0

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from finetrainers.config.sections import OptimizerName, OptimizerSection
 from finetrainers.optim import factory, table
 from finetrainers.optim.factory import create_optimizer
-from finetrainers.optim.schedules import lr_schedule, set_lr
+from finetrainers.optim.schedules import Schedule, lr_schedule
 from finetrainers.optim.table import OPTIMIZERS
 
 COMPILED = ("adamw-torchao-8bit", "adamw-torchao-4bit", "adamw-torchao-fp8", "adamw-deepspeed-cpu")
@@ -343,7 +343,7 @@ def test_learning_rate_reaches_the_step(name: str) -> None:
         steps(model, optimizer, 1)
         assert torch.equal(model.a, before) == (expected == 0)
         linear.step()
-    set_lr(optimizer, 1e-2)
+    Schedule(lambda _: 1e-2).apply(optimizer, 0)
     assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(1e-2)
     steps(model, optimizer, 1)
 

@@ -17,7 +17,7 @@ from refusals import refused, refused_options
 from safetensors.torch import load_file
 from torch.optim import SGD
 
-from finetrainers import load_config, train
+from finetrainers import Callback, TrainState, load_config, train
 from finetrainers.config.load import build_config
 from finetrainers.methods.sft import SFT
 from finetrainers.plan.parts import fingerprint
@@ -72,22 +72,92 @@ def test_parts_are_used_recorded_and_required_again(options: Callable[..., dict]
     assert train(config, **{**parts, "optimizer": partial(SGD, lr=1.0, momentum=0.9)}).step == 3
 
 
+def two_groups(weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return an optimizer of two groups that differ in everything."""
+    groups = [
+        {"params": weights[::2], "lr": 1e-3, "betas": (0.8, 0.9), "weight_decay": 0.3},
+        {"params": weights[1::2], "lr": 1e-2, "eps": 1e-3, "amsgrad": True},
+    ]
+    return torch.optim.AdamW(groups)
+
+
+class RoundedMomentum(SGD):
+    """SGD that keeps its momentum in bf16."""
+
+    def step(self, closure: Any = None) -> Any:
+        for values in self.state.values():
+            values["momentum_buffer"] = values["momentum_buffer"].float()
+        loss = super().step(closure)
+        for values in self.state.values():
+            values["momentum_buffer"] = values["momentum_buffer"].bfloat16()
+        return loss
+
+
+class Watch(Callback):
+    """Stops a run after a step, and keeps the rates of its groups and the types of its optimizer's state."""
+
+    def __init__(self, last: int | None = None) -> None:
+        self.last, self.rates, self.dtypes = last, list[list[float]](), set[torch.dtype]()
+
+    def on_gradients(self, state: TrainState) -> None:
+        self.rates.append([group["lr"] for group in state.optimizer.param_groups])
+        self.dtypes |= {value.dtype for values in state.optimizer.state.values() for value in values.values()}
+
+    def on_log(self, state: TrainState, record: dict[str, float]) -> None:
+        if state.step == self.last:
+            state.requests.stop = "the test"
+
+
+@pytest.mark.parametrize("optimizer", [two_groups, partial(RoundedMomentum, lr=0.1, momentum=0.9)])
+def test_an_optimizer_keeps_its_rates_and_settings_also_when_resumed(
+    optimizer: Any, options: Callable[..., dict], tmp_path: Path
+) -> None:
+    values = options(train_steps=4, checkpointing_steps=0, lr_scheduler="linear", lr_warmup_steps=0)
+    del values["lr"]
+    watch, resumed = Watch(), Watch()
+    straight = train(load_config(**values), optimizer=optimizer, callbacks=[watch])
+    initial = [group["lr"] for group in optimizer([torch.nn.Parameter(torch.zeros(1)) for _ in "ab"]).param_groups]
+    assert watch.rates == [[rate * factor for rate in initial] for factor in (1.0, 0.75, 0.5, 0.25)]
+    logged = [[r["lr"], *(r[name] for name in r if name.startswith("lr/"))] for r in straight.metrics if "loss" in r]
+    assert logged == watch.rates
+    assert "\nlr =" not in (straight.run_dir / "config.toml").read_text()
+
+    values["output_dir"] = str(tmp_path / "resumed")
+    train(load_config(**values), optimizer=optimizer, callbacks=[Watch(2)])
+    again = train(load_config(**values, resume_from_checkpoint="latest"), optimizer=optimizer, callbacks=[resumed])
+    assert resumed.rates == watch.rates[2:]
+    assert resumed.dtypes == watch.dtypes
+    assert straight.weights is not None
+    assert again.weights is not None
+    expected = load_file(straight.weights)
+    assert all(tensor.equal(expected[name]) for name, tensor in load_file(again.weights).items())
+
+
 def test_parts_that_cannot_be_used_are_refused_before_loading(options: Callable[..., dict]) -> None:
     config = load_config(**options(optimizer="lion", lr_scheduler="cosine"))
     for problems, parts in {
         (("optimizer", "invalid"), ("lr_at", "invalid"), ("method", "invalid"), ("lora", "invalid")): {
             "optimizer": 3, "lr_at": lambda step: -1.0, "method": int, "lora": {"r": 4},
         },
-        (("--optimizer", "conflict"), ("--lr_scheduler", "conflict"), ("--rank", "conflict")): {
+        (
+            ("--optimizer", "conflict"), ("--lr", "conflict"), ("--lr", "conflict"), ("--lr_scheduler", "conflict"),
+            ("--rank", "conflict"),
+        ): {
             "optimizer": SGD, "lr_at": lr_at, "lora": LoraConfig(r=2, lora_alpha=8),
         },
+        (("--optimizer", "conflict"), ("--lr", "conflict")): {"optimizer": SGD},
+        (("--lr", "conflict"), ("--lr_scheduler", "conflict")): {"lr_at": lr_at},
         (("lora", "unsupported"), ("lora", "unsupported")): {
             "lora": LoraConfig(init_lora_weights="pissa", modules_to_save=["proj_in"]),
         },
     }.items():  # fmt: skip
         with refused_options(*problems):
             train(config, **parts)  # type: ignore[arg-type]
-    plain = load_config(**options(train_steps=1))
+    values = options(train_steps=1)
+    del values["lr"]
+    plain = load_config(**values)
+    with refused_options(("lr_at", "conflict")):
+        train(plain, optimizer=two_groups, lr_at=lr_at)
     for make in (lambda weights: None, lambda weights: SGD(weights[1:], lr=1.0)):
         with refused_options(("optimizer", "invalid")):
             train(plain, optimizer=make)  # type: ignore[arg-type]

@@ -176,7 +176,8 @@ class ProgressLine(Callback):
             fields.append((4, f"{record['step_s']:.3g} s/step"))
             if "grad_norm" in record:
                 fields.append((7, f"grad {record['grad_norm']:.3g}"))
-            fields.append((8, f"lr {record['lr']:.2e}"))
+            if "lr" in record:
+                fields.append((8, f"lr {record['lr']:.2e}"))
             if (memory := self._state.memory.highest_peak()) is not None:
                 fields.append((9, f"mem {memory:.1f} GiB"))
         return fields if is_last else [*fields, (10, f"elapsed {clock_time(self.clock.elapsed_s())}")]

@@ -16,6 +16,7 @@ from finetrainers.parallel.ranks import DistributedContext
 from finetrainers.parallel.slices import SLICES_FOLDER
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.init_distributed import layout_problem
+from finetrainers.plan.parts import has_part
 from finetrainers.plan.resume_plan import Start
 from finetrainers.rundir.find import read_state
 from finetrainers.rundir.manifest import MANIFEST, damage, read_manifest
@@ -118,11 +119,12 @@ def _restore_optimizer(state: TrainState, directory: Path, saved: Mapping[str, A
         # Torchao allows the classes of its state when it is imported, as it was to make the optimizer.
         loaded = torch.load(directory / "optimizer.pt", map_location="cpu", weights_only=True)
         parallel.load_optimizer(state.transformer, state.optimizer, loaded)
-    # The state brings the options of the run that saved it; this run's options count.
-    settings = state.config.optimizer
-    arguments = OPTIMIZERS[resolve_name(settings)].arguments(settings)
-    for group in state.optimizer.param_groups:
-        group.update({name: value for name, value in arguments.items() if name in group})
+    # The state brings the options of the run that saved it; this run's options count. A user's optimizer is the same.
+    if not has_part(state.config, "optimizer"):
+        settings = state.config.optimizer
+        arguments = OPTIMIZERS[resolve_name(settings)].arguments(settings)
+        for group in state.optimizer.param_groups:
+            group.update({name: value for name, value in arguments.items() if name in group})
     if parallel.scaler is None:
         return
     if saved["scaler"] is None:

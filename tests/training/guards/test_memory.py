@@ -20,6 +20,7 @@ from finetrainers.methods.grpo.method import GRPO
 from finetrainers.methods.grpo.rollout.batches import Part
 from finetrainers.methods.registry import load_method
 from finetrainers.methods.sft import SFT
+from finetrainers.optim.schedules import Schedule
 from finetrainers.plan.preflight import preflight
 from finetrainers.runs.run import run as run_checked
 from finetrainers.training import assemble, memory_probe
@@ -187,7 +188,7 @@ ELSEWHERE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "training": (
         train,
-        {"requests": SimpleNamespace(watched=nullcontext), "step": 0, "total_steps": 0,
+        {"requests": SimpleNamespace(watched=nullcontext), "step": 0, "total_steps": 0, "wants_samples": False,
          "watchdog": SimpleNamespace(enter=lambda _: None),
          "memory": SimpleNamespace(begin_training=lambda: None)},
     ),
@@ -202,7 +203,7 @@ def test_memory_that_runs_out_elsewhere_is_named_with_advice(doing: str) -> None
     vars(trainer).update(
         state=SimpleNamespace(**parts),
         callbacks=[type("Failing", (Callback,), {"on_start": fail, "on_step": fail})()],
-        lr_at=lambda _: 0.0,
+        schedule=Schedule(lambda _: 0.0),
         _attempts=lambda _: [],
         _log=None,
         _blocked_s=0.0,
