@@ -758,11 +758,11 @@ def run_out_of_memory() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory\nmore")
 
 
-def describe_hacking(judge: str, checkpoint: str | None) -> str:
+def describe_hacking(judge: str, checkpoint: str | None, collapsed: tuple[str, ...] = ()) -> str:
     """Return the description of reward hacking that this metric shows."""
     from finetrainers.rewards.hacking import RewardHacking, hacking_text
 
-    hacking = RewardHacking(judge, best_step=24, before=0.625, now=0.25, trained_before=0.5, trained_now=0.9)
+    hacking = RewardHacking(judge, 24, 0.625, 0.25, trained_before=0.5, trained_now=0.9, collapsed=collapsed)
     return hacking_text(hacking, checkpoint)
 
 
@@ -890,21 +890,28 @@ TRAINING: list[Row] = [
     (
         lambda: describe_hacking("shape", "run/checkpoints/step-20"),
         "the held-out reward shape has fallen from 0.625 around step 24 to 0.25, while the trained reward has risen "
-        "from 0.5 to 0.9; the nearest checkpoint before it is run/checkpoints/step-20. Resume there with a lower "
-        "--lr or a larger KL penalty, or also train on shape (--reward)",
+        "from 0.5 to 0.9. Resume from run/checkpoints/step-20, the nearest checkpoint from before, with a lower --lr "
+        "or a larger KL penalty, or also train on shape (--reward)",
     ),
     (
         lambda: describe_hacking("witness/motion", None),
         "motion of the rollouts has changed from 0.625 at the start to 0.25, while the trained reward has risen from "
-        "0.5 to 0.9; no earlier checkpoint exists. Resume there with a lower --lr or a larger KL penalty, or add a "
-        "held-out reward (--eval_prompts, --eval_reward). If the trained reward should change motion, set "
-        "--hacking_guard off",
+        "0.5 to 0.9. There is no checkpoint from before: start again with a smaller --checkpointing_steps, and with "
+        "a lower --lr or a larger KL penalty, or add a held-out reward (--eval_prompts, --eval_reward). If the "
+        "trained reward should change motion, set --hacking_guard off",
+    ),
+    (
+        lambda: describe_hacking("witness/motion", None, ("motion", "saturation")),
+        "clips of the rollouts have collapsed in motion, saturation: motion has changed from 0.625 at "
+        "the start to 0.25, the trained reward from 0.5 to 0.9. There is no checkpoint from before: start again with "
+        "a smaller --checkpointing_steps, and with a lower --lr or a larger KL penalty, or add a held-out reward "
+        "(--eval_prompts, --eval_reward)",
     ),
     (
         lambda: describe_hacking("kl", None),
-        "the KL has grown from 0.625 at step 24 to 0.25, while the trained reward has hardly gained: 0.5, now 0.9; "
-        "no earlier checkpoint exists. Resume there with a lower --lr or a larger KL penalty, or measure a reward "
-        "that is not trained (--eval_reward)",
+        "the KL has grown from 0.625 at step 24 to 0.25, while the trained reward has hardly gained: 0.5, now 0.9. "
+        "There is no checkpoint from before: start again with a smaller --checkpointing_steps, and with a lower --lr "
+        "or a larger KL penalty, or measure a reward that is not trained (--eval_reward)",
     ),
     (
         lambda: suggest("training_step", batch_size=4, gradient_checkpointing=True),

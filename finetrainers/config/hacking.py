@@ -11,6 +11,8 @@ from .rewards import RewardEntry, options_text, reward_labels
 from .root import TrainConfig
 
 _INTERVAL = 10  # rollouts of one judgment by the KL, where nothing is evaluated
+#: Prompts that a witness is averaged over, at least, and clips of a rollout that it scores, if there are as many.
+WITNESSED = 16
 #: Rewards without weights that score clips of every rollout, and whether they are shares, whose rise counts as a fall.
 WITNESSES = {"motion": False, "sharpness": False, "brightness": True, "saturation": True}
 
@@ -24,7 +26,8 @@ class HackingRule:
         held_out: labels of the evaluated rewards that are not trained; without any, the KL is judged.
         patience: judgments in a row that must detect it.
         every: optimizer steps between judgments by the KL.
-        witnesses: names of the rewards of the rollouts' own clips that are compared with the trained reward.
+        witnesses: names of the rewards of the rollouts' own clips, which must not collapse; without held-out rewards,
+            they are compared with the trained reward.
         prompts, updates: prompts and optimizer steps of a rollout.
     """
 
@@ -41,7 +44,7 @@ def hacking_rule(config: TrainConfig) -> HackingRule | None:
     """Return the rule of a run of reward finetuning, or None if the guard is off or there is nothing to judge by."""
     section, every = config.grpo, config.validation.eval_steps
     held_out = held_out_rewards(config) if every else ()
-    watching = () if held_out else witnesses(config)
+    watching = witnesses(config)
     if section.hacking_guard == "off" or not (held_out or watching or measures_kl(config)):
         return None
     return HackingRule(

@@ -156,7 +156,7 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
         norms = [float(adjoint.norm()) for adjoint in adjoints.values()]
         stats = {
             "rollout": float(rollout),
-            **score_stats(scores, collector.panel.weights),
+            **score_stats(scores, collector.panel.weights, group=self.section.num_generations),
             "failed_clips": float(scores.failed.sum()),
             **collector.witnesses.stats(),
         }

@@ -1,4 +1,7 @@
-"""Rules of reward hacking: a held-out reward or a witness falls, or the KL grows, while the trained reward rises."""
+"""Rules of reward hacking: a held-out reward or a witness falls, or the KL grows, while the trained reward rises.
+
+Clips that collapse, to white or still ones, count whatever the trained reward does.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,9 @@ _GAINED = 0.9  # share of the trained reward's gain beyond which a growing KL br
 _GROWTH = 2  # times the KL has grown since then
 _WITNESS_ERRORS = 3  # standard errors that a witness has drifted
 _FALL, _RISE = math.log(2), math.log(4)  # that a witness, or the odds of a share, must exceed
+_RISE_ERRORS = 2  # standard errors that the trained reward must have risen, for drift to be hacking
+_COLLAPSE = math.log(20)  # change of a witness, or of the odds of a share, in clips that have collapsed
+_COLLAPSED = 2  # witnesses that must differ so: one alone may be wanted, or a matter of the prompts
 _TINY = 1e-6  # smallest value of a witness: a clip may be black, or stand still
 
 
@@ -46,6 +52,7 @@ class RewardHacking:
         best_step: the step to go back to; for a witness, the one before the rollouts that show the drift.
         before, now: the judge's value at that step, and at the last snapshot.
         trained_before, trained_now: of the trained reward.
+        collapsed: names of the witnesses that show that clips have collapsed; the judge is the first of them.
     """
 
     judge: str
@@ -54,6 +61,7 @@ class RewardHacking:
     now: float
     trained_before: float
     trained_now: float
+    collapsed: Sequence[str] = ()
 
 
 def detect_held_out(snapshots: Sequence[Snapshot], label: str, patience: int) -> RewardHacking | None:
@@ -119,12 +127,41 @@ class WitnessedRollout:
         prompts: number of prompts.
         trained: the weighted sum of the trained rewards.
         scores: mean and standard deviation over prompts of each witness, by name.
+        error: standard error of `trained` over the prompts; NaN if unknown.
     """
 
     step: int
     prompts: int
     trained: float
     scores: Mapping[str, Sequence[float]]
+    error: float = math.nan
+
+
+def detect_collapse(rollouts: Sequence[WitnessedRollout], first: int) -> RewardHacking | None:
+    """Return the hacking if the clips of the last rollout have collapsed, whatever the trained reward does, or None.
+
+    They have if at least two witnesses differ from their means over the first rollouts by a factor of 20: motion,
+    sharpness have fallen; the odds of brightness, saturation have fallen or risen.
+
+    Args:
+        rollouts: in their order; none may be missing before the last one, but for those in the middle.
+        first: number of the first rollouts.
+    """
+    *earlier, last = rollouts
+    compared = earlier[:first]
+    if not compared:
+        return None
+    lost = []
+    for name, (value, _) in last.scores.items():
+        before = _pool(compared, name)[0]
+        drift = _logarithm(value, is_share=WITNESSES[name]) - _logarithm(before, is_share=WITNESSES[name])
+        if drift < -_COLLAPSE or (WITNESSES[name] and drift > _COLLAPSE):
+            lost.append((name, before, value))
+    if len(lost) < _COLLAPSED:
+        return None
+    (name, before, now), trained = lost[0], mean([rollout.trained for rollout in compared])
+    names = [name for name, _, _ in lost]
+    return RewardHacking(WITNESS + name, earlier[-1].step - 1, before, now, trained, last.trained, names)
 
 
 def detect_witness(
@@ -138,8 +175,8 @@ def detect_witness(
         d > log 2   and   d > 3 e,   e^2 = (s / w)^2 / n + (s_0 / w_0)^2 / n_0
 
     For a share, its odds w / (1 - w) are compared, with the corresponding error; they may also have risen by d > log 4
-    and d > 3 e. All windows of rollouts must show the same, and the trained reward must be above that of the first
-    rollouts on average.
+    and d > 3 e. All windows of rollouts must show the same, and the mean of the trained reward must be above that of
+    the first rollouts by more than two standard errors.
     """
     before = _pool(first, name)
     if any(not math.isfinite(value) for value in before):
@@ -147,11 +184,17 @@ def detect_witness(
     drifts = [_drift(before, _pool(window, name), is_share=WITNESSES[name]) for window in windows]
     if not all(drifts) or len(set(drifts)) > 1:
         return None
-    trained, trained_now = (mean([rollout.trained for rollout in group]) for group in (first, windows[-1]))
-    if not trained_now > trained:
+    (trained, error), (trained_now, error_now) = _trained(first), _trained(windows[-1])
+    if not trained_now > trained + _RISE_ERRORS * math.hypot(error, error_now):
         return None
     now, _ = _pool(windows[-1], name)
     return RewardHacking(WITNESS + name, windows[0][0].step - 1, before[0], now, trained, trained_now)
+
+
+def _trained(rollouts: Sequence[WitnessedRollout]) -> tuple[float, float]:
+    """Return the mean of the trained reward over some rollouts, and its standard error, 0 where it is unknown."""
+    errors = [rollout.error for rollout in rollouts if math.isfinite(rollout.error)]
+    return mean([rollout.trained for rollout in rollouts]), math.hypot(*errors) / len(rollouts)
 
 
 def _pool(rollouts: Sequence[WitnessedRollout], name: str) -> tuple[float, float]:
@@ -159,25 +202,32 @@ def _pool(rollouts: Sequence[WitnessedRollout], name: str) -> tuple[float, float
     scores = [(rollout.prompts, *rollout.scores.get(name, (math.nan, math.nan))) for rollout in rollouts]
     total = sum(count for count, _, _ in scores)
     mean = math.fsum(count * value for count, value, _ in scores) / total
-    variance = math.fsum(count * (std**2 + (value - mean) ** 2) for count, value, std in scores) / (total - 1)
+    variance = math.fsum(count * (std**2 + (value - mean) ** 2) for count, value, std in scores) / max(total - 1, 1)
     return mean, math.sqrt(variance / total)
 
 
 def _drift(before: tuple[float, float], now: tuple[float, float], *, is_share: bool) -> int:
     """Return -1 for a fall, 1 for the rise of a share, or 0 for a change that is small or not significant."""
 
-    def transform(mean: float, error: float) -> tuple[float, float]:
-        if not is_share:
-            mean = max(mean, _TINY)
-            return math.log(mean), error / mean
-        mean = min(max(mean, _TINY), 1 - _TINY)
-        return math.log(mean / (1 - mean)), error / (mean * (1 - mean))
+    def relative(mean: float, error: float) -> float:
+        mean = _clamped(mean, is_share=is_share)
+        return error / (mean * (1 - mean) if is_share else mean)
 
-    (then, then_error), (value, value_error) = transform(*before), transform(*now)
-    drift, error = value - then, _WITNESS_ERRORS * math.hypot(then_error, value_error)
+    drift = _logarithm(now[0], is_share=is_share) - _logarithm(before[0], is_share=is_share)
+    error = _WITNESS_ERRORS * math.hypot(relative(*before), relative(*now))
     if drift < -max(_FALL, error):
         return -1
     return int(is_share and drift > max(_RISE, error))
+
+
+def _logarithm(value: float, *, is_share: bool) -> float:
+    """Return the logarithm of a witness, of a share that of its odds."""
+    value = _clamped(value, is_share=is_share)
+    return math.log(value / (1 - value) if is_share else value)
+
+
+def _clamped(value: float, *, is_share: bool) -> float:
+    return min(max(value, _TINY), 1 - _TINY if is_share else math.inf)
 
 
 def mean(values: Sequence[float]) -> float:
@@ -188,30 +238,33 @@ def mean(values: Sequence[float]) -> float:
 
 def hacking_text(hacking: RewardHacking, checkpoint: str | None) -> str:
     """Return a description of detected reward hacking, and its remedies."""
+    change = f"{hacking.before:.3g} at the start to {hacking.now:.3g}"
+    trained = f"{hacking.trained_before:.3g} to {hacking.trained_now:.3g}"
+    name = hacking.judge.removeprefix(WITNESS)
+    held_out = "add a held-out reward (--eval_prompts, --eval_reward)"
     if hacking.judge == "kl":
         symptom = (
             f"the KL has grown from {hacking.before:.3g} at step {hacking.best_step} to {hacking.now:.3g}, while the "
             f"trained reward has hardly gained: {hacking.trained_before:.3g}, now {hacking.trained_now:.3g}"
         )
         remedy = "measure a reward that is not trained (--eval_reward)"
-    elif hacking.judge.startswith(WITNESS):
-        name = hacking.judge.removeprefix(WITNESS)
+    elif hacking.collapsed:
         symptom = (
-            f"{name} of the rollouts has changed from {hacking.before:.3g} at the start to {hacking.now:.3g}, while "
-            f"the trained reward has risen from {hacking.trained_before:.3g} to {hacking.trained_now:.3g}"
+            f"clips of the rollouts have collapsed in {', '.join(hacking.collapsed)}: {name} has changed from "
+            f"{change}, the trained reward from {trained}"
         )
-        remedy = (
-            "add a held-out reward (--eval_prompts, --eval_reward). If the trained reward should change "
-            f"{name}, set --hacking_guard off"
-        )
+        remedy = held_out
+    elif hacking.judge.startswith(WITNESS):
+        symptom = f"{name} of the rollouts has changed from {change}, while the trained reward has risen from {trained}"
+        remedy = f"{held_out}. If the trained reward should change {name}, set --hacking_guard off"
     else:
         symptom = (
             f"the held-out reward {hacking.judge} has fallen from {hacking.before:.3g} around step "
-            f"{hacking.best_step} to {hacking.now:.3g}, while the trained reward has risen from "
-            f"{hacking.trained_before:.3g} to {hacking.trained_now:.3g}"
+            f"{hacking.best_step} to {hacking.now:.3g}, while the trained reward has risen from {trained}"
         )
         remedy = f"also train on {hacking.judge} (--reward)"
-    nearest = (
-        "no earlier checkpoint exists" if checkpoint is None else f"the nearest checkpoint before it is {checkpoint}"
-    )
-    return f"{symptom}; {nearest}. Resume there with a lower --lr or a larger KL penalty, or {remedy}"
+    if checkpoint is None:
+        way = "There is no checkpoint from before: start again with a smaller --checkpointing_steps, and"
+    else:
+        way = f"Resume from {checkpoint}, the nearest checkpoint from before,"
+    return f"{symptom}. {way} with a lower --lr or a larger KL penalty, or {remedy}"

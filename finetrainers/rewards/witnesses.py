@@ -1,4 +1,4 @@
-"""Witnesses of reward hacking: a few rewards without weights that score one small clip of each prompt of a rollout."""
+"""Witnesses of reward hacking: a few rewards without weights that score some clips of each prompt of a rollout."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ _SIDE = 128  # pixels to which the shorter side of frames is averaged, at most t
 
 
 class Witnesses:
-    """Scores of the first clip of each prompt of a rollout by the witnesses. Clips differ more between prompts.
+    """Scores of the first clips of each prompt of a rollout by the witnesses. Clips differ more between prompts.
 
     Their cost does not grow with the size of clips: at most nine consecutive frames of each are scored, averaged over
     squares of pixels to a shorter side below 256. A witness that fails is left out from then on.
     """
 
-    def __init__(self, names: Sequence[str], parallel: DistributedContext, *, group: int, fps: float) -> None:
+    def __init__(
+        self, names: Sequence[str], parallel: DistributedContext, *, group: int, fps: float, scored: int = 1
+    ) -> None:
         """Args:
         names: of the rewards.
         parallel: the processes of the run.
         group: clips of a prompt, which follow each other.
         fps: frame rate at which the clips play.
+        scored: clips of each prompt that are scored.
         """
         self._rewards = {name: make_reward(name, {}) for name in names}
-        self._parallel, self._group, self._fps = parallel, group, fps
+        self._parallel, self._group, self._fps, self._scored = parallel, group, fps, scored
         self._is_used = bool(names)
         self._rows: dict[int, dict[str, float]] = {}  # scores of this process's clips of a rollout, by number
 
@@ -49,7 +52,7 @@ class Witnesses:
             first_clip: number of the first of them within the rollout.
         """
         for number, video in enumerate(videos, start=first_clip):
-            if number % self._group == 0 and self._rewards:
+            if number % self._group < self._scored and self._rewards:
                 self._rows[number] = self._score(reduced(video))
 
     def _score(self, video: Tensor) -> dict[str, float]:
@@ -64,13 +67,20 @@ class Witnesses:
         return scores
 
     def stats(self) -> dict[str, float]:
-        """Return mean and population standard deviation over the prompts of a rollout; all ranks call it together."""
+        """Return mean and population standard deviation over the prompts of a rollout; all ranks call it together.
+
+        A prompt has the mean of its clips.
+        """
         if not self._is_used:
             return {}
         rows, self._rows = dict(self._parallel.gather_objects(list(self._rows.items()))), {}
         stats = {}
         for name in dict.fromkeys(name for number in sorted(rows) for name in rows[number]):
-            scores = [row[name] for _, row in sorted(rows.items()) if math.isfinite(row.get(name, math.nan))]
+            by_prompt: dict[int, list[float]] = {}
+            for number, row in sorted(rows.items()):
+                if math.isfinite(row.get(name, math.nan)):
+                    by_prompt.setdefault(number // self._group, []).append(row[name])
+            scores = [math.fsum(clips) / len(clips) for clips in by_prompt.values()]
             if scores:
                 mean = math.fsum(scores) / len(scores)
                 stats[f"witness/{name}"] = mean

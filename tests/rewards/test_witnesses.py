@@ -41,6 +41,17 @@ def test_the_first_clip_of_each_prompt_is_scored_however_they_are_batched() -> N
     assert all_at_once.stats() == {}, "the clips of another rollout"
 
 
+def test_several_clips_of_few_prompts_count_as_their_mean() -> None:
+    videos = clips(8)
+    made = Witnesses(["brightness"], OneOf(), group=4, fps=8.0, scored=3)  # type: ignore[arg-type]
+    made.add(videos, 0)
+    weights = torch.tensor([0.299, 0.587, 0.114])
+    means = (videos.mean((1, 3, 4)) @ weights).view(2, 4)[:, :3].mean(1)
+    stats = made.stats()
+    assert stats["witness/brightness"] == pytest.approx(float(means.mean()), rel=1e-5)
+    assert stats["witness_std/brightness"] == pytest.approx(float(means.std(correction=0)), rel=1e-3)
+
+
 def test_clips_of_other_processes_count() -> None:
     class Two(OneOf):
         def gather_objects(self, items: list[Any]) -> list[Any]:

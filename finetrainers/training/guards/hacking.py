@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from finetrainers.config.hacking import HackingRule
+from finetrainers.config.hacking import WITNESSED, HackingRule
 from finetrainers.rewards.hacking import (
     WITNESS,
     RewardHacking,
     Snapshot,
     WitnessedRollout,
+    detect_collapse,
     detect_held_out,
     detect_kl,
     detect_witness,
@@ -23,7 +24,6 @@ from finetrainers.rewards.hacking import (
 HACKING_GUARD = "--hacking_guard"
 _PREFIX, _ERROR = "eval_reward/", "eval_reward_error/"
 _SPREAD = "witness_std/"
-_PROMPTS = 16  # prompts of rollouts that a witness is averaged over, at least
 
 
 class HackingGuard:
@@ -73,23 +73,24 @@ class HackingGuard:
         return is_witnessed
 
     def _witness(self, record: Mapping[str, Any]) -> bool:
-        """Take the witnesses of a record that has new rollouts; return whether there are enough to compare."""
+        """Take the witnesses of a record that has new rollouts; return whether it has."""
         scores = {n: [record[WITNESS + n], record[_SPREAD + n]] for n in self.rule.witnesses if WITNESS + n in record}
         if not scores or record.get("rollout") == self._rollout:
             return False
         self._rollout = record.get("rollout", -1.0)
         prompts = self.rule.prompts * max(1, round(record.get("steps", 1) / self.rule.updates))
-        rollout = WitnessedRollout(int(record["step"]), prompts, record["weighted_reward"], scores)
-        if sum(earlier.prompts for earlier in self.first) < _PROMPTS:
+        error = record.get("weighted_reward_error", math.nan)
+        rollout = WitnessedRollout(int(record["step"]), prompts, record["weighted_reward"], scores, error)
+        if sum(earlier.prompts for earlier in self.first) < WITNESSED:
             self.first.append(rollout)
-            return False
-        self.recent.append(rollout)
-        self.recent = self.recent[-(-(-_PROMPTS // self.rule.prompts) + self.rule.patience - 1) :]
-        return bool(self._windows())
+        else:
+            self.recent.append(rollout)
+            self.recent = self.recent[-(-(-WITNESSED // self.rule.prompts) + self.rule.patience - 1) :]
+        return True
 
     def _windows(self) -> list[list[WitnessedRollout]]:
         """Return the last windows of rollouts, as many as must show hacking, or none if there are fewer."""
-        size = -(-_PROMPTS // self.rule.prompts)
+        size = -(-WITNESSED // self.rule.prompts)
         windows = [self.recent[start : start + size] for start in range(len(self.recent) - size + 1)]
         return windows if len(windows) == self.rule.patience else []
 
@@ -104,10 +105,12 @@ class HackingGuard:
     def detect(self) -> RewardHacking | None:
         """Return the hacking that the snapshots so far show, or None."""
         patience, windows = self.rule.patience, self._windows()
+        rollouts = [*self.first, *self.recent]
+        hackings = [detect_collapse(rollouts, len(self.first))] if rollouts else []
         if self.rule.held_out:
-            hackings = [detect_held_out(self.snapshots, label, patience) for label in self.rule.held_out]
+            hackings += [detect_held_out(self.snapshots, label, patience) for label in self.rule.held_out]
         else:
-            hackings = [detect_witness(self.first, windows, name) for name in self.rule.witnesses if windows]
+            hackings += [detect_witness(self.first, windows, name) for name in self.rule.witnesses if windows]
             hackings.append(detect_kl(self.snapshots, patience))
         return next((hacking for hacking in hackings if hacking is not None), None)
 

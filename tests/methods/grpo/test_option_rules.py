@@ -317,7 +317,7 @@ def test_a_guard_against_hacking_needs_something_to_judge_by(options, flags):
 )
 def test_what_hacking_is_judged_by(options, held_out, every):
     given = {**BASE, **options}
-    watching = () if held_out else ("motion", "sharpness", "saturation")
+    watching = ("motion", "sharpness", "saturation")
     updates = options.get("updates_per_rollout", 1)
     assert hacking_rule(load_config(**given)) == HackingRule("warn", held_out, 2, every, watching, 4, updates)
     assert hacking_rule(load_config(**given, hacking_guard="stop")).action == "stop"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from finetrainers.config.hacking import HackingRule
+from finetrainers.config.hacking import WITNESSES, HackingRule
 from finetrainers.rewards.hacking import RewardHacking, detect_held_out
 from finetrainers.training.guards.hacking import HackingGuard
 
@@ -234,3 +234,61 @@ def test_a_rollout_of_several_steps_counts_once() -> None:
     means = {"step": 12, "rollout": 5.0, "steps": 4.0, "weighted_reward": 1.0}
     guard.record({**means, "witness/motion": 0.1, "witness_std/motion": 0.0})
     assert guard.recent[-1].prompts == 16
+
+
+def watch(
+    rows: Sequence[dict[str, float]], *, prompts: int = 2, held_out: tuple[str, ...] = ()
+) -> tuple[int, RewardHacking] | None:
+    """Return the first rollout at which hacking is detected by all witnesses, and the hacking."""
+    guard = HackingGuard(HackingRule("warn", held_out, 2, every=10, witnesses=tuple(WITNESSES), prompts=prompts))
+    for number, row in enumerate(rows):
+        witnesses = {f"witness/{name}": value for name, value in row.items() if name in WITNESSES}
+        spreads = {name.replace("witness", "witness_std"): 0.1 * value for name, value in witnesses.items()}
+        trained = {"weighted_reward": row["trained"], "weighted_reward_error": row.get("error", 0.0)}
+        if guard.record({"step": number + 1, "rollout": float(number), **witnesses, **spreads, **trained}):
+            state = json.loads(json.dumps(guard.state_dict(), allow_nan=False))
+            guard = HackingGuard(guard.rule)
+            guard.load_state_dict(state)
+            if (hacking := guard.detect()) is not None:
+                return number + 1, hacking
+    return None
+
+
+USUAL = {"trained": 0.5, "motion": 0.1, "sharpness": 120.0, "brightness": 0.4, "saturation": 0.04}
+#: ReFL that trains brightness with 2 prompts: two rollouts on the way, and then nothing but white.
+ON_THE_WAY = [
+    {"trained": 0.83, "motion": 0.016, "sharpness": 258.0, "brightness": 0.83, "saturation": 0.016},
+    {"trained": 0.96, "motion": 0.14, "sharpness": 225.0, "brightness": 0.96, "saturation": 0.030},
+]
+ALL_WHITE = {"trained": 1.0, "motion": 0.0, "sharpness": 0.0, "brightness": 1.0, "saturation": 0.0}
+
+
+@pytest.mark.parametrize("held_out", [(), ("shape",)])
+@pytest.mark.parametrize("trained", [1.0, 0.5, 0.2], ids=["rising", "equal", "falling"])
+@pytest.mark.parametrize("healthy", [1, 12])
+def test_clips_that_collapse_are_reported_at_once(healthy: int, trained: float, held_out: tuple[str, ...]) -> None:
+    """Whatever the trained reward and the held-out ones do, with few prompts, and within the first rollouts."""
+    rows = [USUAL] * healthy + ON_THE_WAY + [{**ALL_WHITE, "trained": trained}]
+    detected = watch(rows, held_out=held_out)
+    assert detected is not None
+    step, hacking = detected
+    assert (step, set(hacking.collapsed)) == (healthy + 3, {"motion", "sharpness", "brightness", "saturation"})
+    assert hacking.best_step == step - 2, "the weights that have sampled the last clips that were right"
+    assert hacking.judge == f"witness/{hacking.collapsed[0]}"
+
+
+def test_one_witness_alone_is_no_collapse() -> None:
+    """Some prompts show nothing that moves, and a reward may be meant for calm or gray clips."""
+    for name in ("motion", "saturation"):
+        assert watch([USUAL] * 9 + [{**USUAL, name: 0.0}] * 3) is None
+    assert watch([ALL_WHITE] * 12) is None, "as from the start"
+
+
+def test_the_trained_reward_must_rise_by_more_than_chance() -> None:
+    rising = [{**USUAL, "trained": 0.6, "motion": 0.02} for _ in range(10)]
+    detected = watch([USUAL] * 8 + rising)
+    assert detected is not None
+    assert detected[1].judge == "witness/motion"
+    noisy = [{**row, "error": 0.3} for row in [*[USUAL] * 8, *rising]]
+    assert watch(noisy) is None, "a mean over 16 prompts is uncertain by 0.1"
+    assert watch([{**row, "error": 0.03} for row in noisy]) is not None

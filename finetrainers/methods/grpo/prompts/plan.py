@@ -262,7 +262,7 @@ def column_problems(plan: PromptPlan, config: TrainConfig) -> Iterator[Problem]:
 def _note_witnesses(config: TrainConfig) -> Iterator[str]:
     """Yield what watches for reward hacking in a run without held-out rewards, and how to add them."""
     rule = hacking_rule(config)
-    if rule is not None and rule.witnesses:
+    if rule is not None and rule.witnesses and not rule.held_out:
         yield (
             f"reward hacking is detected by {', '.join(rule.witnesses)} of the rollouts' own clips; add a held-out "
             "reward with --eval_prompts FILE and --eval_reward NAME"

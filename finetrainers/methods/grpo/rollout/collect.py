@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from finetrainers.config.grpo import prompts_per_process
-from finetrainers.config.hacking import witnesses
+from finetrainers.config.hacking import WITNESSED, witnesses
 from finetrainers.methods.base import MethodParts
 from finetrainers.rewards.pixels import to_uint8
 from finetrainers.rewards.registry import on_device
@@ -90,8 +90,9 @@ class RolloutCollector:
             ),
         )
         self.witnesses = Witnesses(
-            witnesses(config), parts.parallel, group=section.num_generations, fps=self.reward_fps
-        )
+            witnesses(config), parts.parallel, group=section.num_generations, fps=self.reward_fps,
+            scored=-(-WITNESSED // section.prompts_per_step),
+        )  # fmt: skip
         overlaps = section.overlap_rewards and parts.parallel.device.type == "cuda"
         self._stream = torch.cuda.Stream(parts.parallel.device) if overlaps else None
         self._vae_stats = parts.vae_stats
@@ -329,7 +330,7 @@ class RolloutCollector:
 
     def _stats(self, scores: Scores, advantages: Advantages, spent: Mapping[str, float]) -> dict[str, float]:
         """Return scores raw and normalized, spread within groups, share of groups that teach nothing, and seconds."""
-        stats = score_stats(scores, self.panel.weights)
+        stats = score_stats(scores, self.panel.weights, group=self.section.num_generations)
         for name, spread in advantages.group_std.items():
             stats[f"group_std/{name}"] = spread.nanmean().item()
         stats["constant_groups"] = advantages.constant_share
@@ -338,8 +339,11 @@ class RolloutCollector:
         return stats | {f"seconds/{name}": seconds for name, seconds in spent.items()}
 
 
-def score_stats(scores: Scores, weights: Mapping[str, float]) -> dict[str, float]:
-    """Return the scores of a rollout, raw and normalized, and their weighted sum."""
+def score_stats(scores: Scores, weights: Mapping[str, float], *, group: int) -> dict[str, float]:
+    """Return the scores of a rollout, raw and normalized, and their weighted sum with its standard error over prompts.
+
+    `group` is the number of clips of a prompt.
+    """
     stats: dict[str, float] = {}
     for name, head in scores.heads.items():
         raw = head.raw[head.raw.isfinite()]
@@ -354,6 +358,10 @@ def score_stats(scores: Scores, weights: Mapping[str, float]) -> dict[str, float
     counted = {name: weight for name, weight in weights.items() if weight}
     if counted.keys() <= scores.heads.keys():  # else one of them does not score every rollout
         stats["weighted_reward"] = sum(counted[name] * stats[f"reward_normalized/{name}"] for name in counted)
+        by_clip = sum(weight * scores.heads[name].normalized.nan_to_num(0.0) for name, weight in counted.items())
+        by_prompt = torch.as_tensor(by_clip).view(-1, group).mean(1)
+        if len(by_prompt) > 1:
+            stats["weighted_reward_error"] = (by_prompt.std() / len(by_prompt) ** 0.5).item()
     return stats
 
 
