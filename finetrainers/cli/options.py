@@ -12,7 +12,7 @@ from finetrainers.config.arguments import ArgumentParser, near_flag, split_unkno
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.flags import flat_flag, parse_flags
 from finetrainers.config.given import RawOptions
-from finetrainers.config.names import unknown_option
+from finetrainers.config.names import INSTEAD, unknown_option
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sample import VALIDATION_NAMES, S, options_of_runs, read_options
 from finetrainers.config.shape import choices, is_list, is_switch, kind
@@ -132,5 +132,6 @@ def unknown_flag(section: type[S], flag: str) -> Problem:
         message = "unknown flag; it is a training option that does not affect samples, remove it"
         return Problem(flag, message, "unknown")
     names = (*section.model_fields, *options_of_runs())
-    close = near_flag(flag, [f"--{known_name}" for known_name in names])
+    is_advised = any(f"--{known_name} " in f"{INSTEAD.get(name)} " for known_name in names)
+    close = None if is_advised else near_flag(flag, [f"--{known_name}" for known_name in names])
     return Problem(flag, f"unknown flag; did you mean {close}?", "unknown") if close else unknown_option(name, flag)

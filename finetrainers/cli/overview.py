@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from finetrainers.config.arguments import ArgumentParser
+from finetrainers.config.load import SCRIPT_ADVICE, SCRIPTS
 from finetrainers.config.names import invert_groups
 
 _TASKS = {
@@ -45,6 +46,7 @@ _INSTEAD = {
     "`train` continues a run: the same command with --resume_from_checkpoint latest": "resume continue",
     "`check` reports what happens to every clip, and `prepare` encodes clips and captions before training":
         "precompute preprocess encode data dataset inspect validate",
+    "`watch RUN` samples a run's checkpoints as they appear": "inference-server",
     "`export` writes a LoRA or network for ComfyUI, kohya-ss or PEFT, or merges it": "convert merge comfyui",
     "`search-batch` finds the batch size of each bucket that fits the GPU":
         "search_batch search-bs batch-size batchsize autobatch",
@@ -55,7 +57,7 @@ _INSTEAD = {
         "curves log logs summary compare dashboard",
     "`ckpt` lists, verifies and compares checkpoints": "checkpoint checkpoints verify",
     "`demo reward` demonstrates reward finetuning; `train --method grpo` runs it": "reward rewards",
-    "`doctor` diagnoses this machine, or compares several": "env environment diagnose nodes hosts",
+    "`doctor` diagnoses this machine, or compares several": "env environment diagnose nodes hosts nvtop",
     "clips need caption files NAME.txt, which a captioning tool can write; `check` lists clips without one":
         "caption captions captioning",
     "`report RUN` writes an HTML page of a run, even while it trains, and `train --report_to` sends it to a tracker":
@@ -99,7 +101,7 @@ def described(about: str, *examples: str, more: str = "") -> dict[str, Any]:
 
 def unknown_command(name: str, commands: list[str]) -> str:
     """Return the error for a command that does not exist, with advice."""
-    advice = invert_groups(_INSTEAD).get(name)
+    advice = invert_groups(_INSTEAD).get(name, SCRIPT_ADVICE if name.endswith(SCRIPTS) else None)
     if advice is None:
         close = get_close_matches(name, commands, n=1, cutoff=0.7)
         advice = f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(commands)}"

@@ -56,6 +56,9 @@ _DEEPEST = 8
 _MOST_SUGGESTIONS = 100
 #: Table of config.toml with the values that a run has chosen for open options, in a table for each source.
 CHOSEN = "chosen"
+#: Suffixes of scripts, among them the configs of other trainers, and advice on them.
+SCRIPTS = (".py", ".sh")
+SCRIPT_ADVICE = "docs/reference/published-commands.md has the commands that replace those of published guides"
 #: Names of torch's dtypes, where those of options differ.
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 #: Names that are not ours, each read or refused by a dialect.
@@ -209,6 +212,8 @@ def read_toml(path: Path) -> tuple[Path, str, dict[str, Any]]:
             config, command = path / "config.toml", f"finetrainers init {shlex.quote(str(path))}"
             remedy = f"use {config}" if config.is_file() else f"`{command}` writes a config file for its clips"
             raise ConfigError([Problem("--config", f"{path} is a directory; {remedy}")])
+    if path.suffix in SCRIPTS:
+        raise ConfigError([Problem("--config", f"{path} is a script, and config files are TOML; {SCRIPT_ADVICE}")])
     path, text = read_text(path, option="--config", others=recipes())
     try:
         return path, text, parse_toml(text)

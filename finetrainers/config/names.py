@@ -227,6 +227,9 @@ _INSTEAD = {
         "parallel_backend dp_degree dp_shards tp_degree cp_degree pp_degree pipeline_stages",
     "use --nccl_timeout, in seconds": "ddp_timeout",
     "use --config FILE.toml for a file of options": "config_file config_path",
+    "launchers are given the machines: torchrun, accelerate launch or examples/cluster/hosts.sh with HOSTS=FILE":
+        "hostfile host_file",
+    "a run is named by its directory: finetrainers watch RUN --presets low4s": "expnums",
     "set FINETRAINERS_LOG_LEVEL=debug in the environment": "debug log_level",
 }  # fmt: skip
 #: Names without an option here, and advice for each.

@@ -125,7 +125,7 @@ LOOKALIKES = (
             "MiniMaxH3Transformer3DModel", "MotifVideoTransformer3DModel", "SanaVideoTransformer3DModel",
             "SanaWMTransformer3DModel",
         ),
-        "cosmos|opensora|allegro|sanavideo|stepvideo|magi|easyanimate|latte|helios|minimax|motif",
+        "cosmos|opensora|stdit|allegro|sanavideo|stepvideo|magi|easyanimate|latte|helios|minimax|motif",
     ),
     Lookalike(
         "an image model", _IMAGES,

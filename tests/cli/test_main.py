@@ -182,6 +182,8 @@ def test_default_lengths_of_the_demonstrations_are_those_of_the_help(capsys):
         ("status", "`ckpt ls RUN`"),
         ("upload", "--push_to_hub"),
         ("vram", "`estimate "),
+        ("inference-server", "`watch RUN`"),
+        ("nvtop_all.py", "published-commands.md"),
         ("frobnicate", "train, prepare"),
     ],
 )
@@ -345,6 +347,12 @@ def test_unknown_family_names_the_nearest(tmp_path, capsys):
     assert re.search("- --model_name: .*'ltx_video'", capsys.readouterr().err)
 
 
+def test_flags_of_an_inference_server_are_answered_by_watch(tmp_path, capsys):
+    assert main(["watch", str(tmp_path), "--expnums", "656"]) == 2
+    [problem] = [line for line in capsys.readouterr().err.splitlines() if "--expnums" in line]
+    assert "--presets " in problem
+
+
 def test_public_names_load_lazily():
     import finetrainers
 
@@ -433,6 +441,8 @@ def test_config_files_that_cannot_be_read_are_refused(tmp_path, capsys):
         (tmp_path, "finetrainers init "),
         (tmp_path / ("x" * 300), "too long"),
         ("a\0b", "NUL"),
+        ("configs/opensora-v1-2/lambda/stage1.py", "published-commands.md"),
+        ("scripts/finetune/finetune_hunyuan_grpo_6gpus.sh", "published-commands.md"),
     ):
         assert train_command(["--config", str(path)], prog="train.py") == 2
         assert said in capsys.readouterr().err

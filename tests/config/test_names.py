@@ -33,7 +33,7 @@ def test_the_tables_name_options_that_exist_and_no_name_twice():
     assert not (SAME.keys() | INSTEAD.keys()) & {*fields(), *DEPENDENT}
     assert set(SAME.values()) <= fields().keys()
     for sentence in (*INSTEAD.values(), *DEPENDENT.values()):
-        assert set(re.findall(r"--(\w+)", sentence)) <= {*fields(), *former_names(), "config"}, sentence
+        assert set(re.findall(r"--(\w+)", sentence)) <= {*fields(), *former_names(), "config", "presets"}, sentence
     for option, values in VALUES.items():
         assert set(values.values()) <= set(choices(fields()[option].field.annotation))
     assert len(SAME) + len(INSTEAD) > 200

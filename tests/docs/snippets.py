@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), *ROOT.glob("examples/**/README.md")])
 #: Programs that the shell hands to the server; `bash` and its tools run as they are.
 PROGRAMS = ("accelerate", "deepspeed", "finetrainers", "python", "torchrun")
+#: First words of the commands in tables.
+COMMANDS = {*PROGRAMS, "bash", "hf", "pip", "HOSTS=nodes.txt"}
 _TIMEOUT_S = 300.0  # of a block; a busy machine is many times slower
 _STAND_IN = r"""#!/usr/bin/env bash
 # Asks the test to run a program, and waits for its exit code.
@@ -61,6 +63,17 @@ def blocks(path: Path, *languages: str) -> Iterator[Block]:
     for match in pattern.finditer(text):
         if match[1] in languages:
             yield Block(page_id(path), text.count("\n", 0, match.start()) + 1, match[1], match[2])
+
+
+def table_commands(path: Path) -> Iterator[Block]:
+    """The commands in the last column of tables whose header calls it so, a block for each row."""
+    is_table = False
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        last = line.rstrip("| ").rpartition(" | ")[2]
+        is_table = line.startswith("|") and (is_table or last == "command here")
+        commands = [text for text in re.findall(r"`([^`]+)`", last) if text.split()[0] in COMMANDS] if is_table else []
+        if commands:
+            yield Block(page_id(path), number, "sh", "\n".join(commands) + "\n")
 
 
 def logical_lines(text: str) -> list[str]:

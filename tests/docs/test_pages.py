@@ -16,7 +16,7 @@ GENERATED = {"docs/reference/configuration.md", "docs/reference/grpo-presets.md"
 #: A list of changes by version, which is only added to.
 LOGS = {"CHANGELOG.md"}
 #: Presets name files of the publications' code, two rows of models.md those of other versions and programs.
-OTHERS_FILES = {"docs/training/cogvideox.md", "examples/cogvideo"}
+OTHERS_FILES = {"docs/training/cogvideox.md", "examples/cogvideo", "training/prepare_dataset.py"}
 KINDS = ("tutorials", "how-to", "reference", "explanation")
 
 

@@ -24,7 +24,7 @@ import pytest
 from PIL import Image
 from real_process import Python
 from safetensors.torch import load_file, save_file
-from snippets import PAGES, ROOT, Block, Shell, blocks, logical_lines, page_id, substituted
+from snippets import PAGES, ROOT, Block, Shell, blocks, logical_lines, page_id, substituted, table_commands
 
 from finetrainers.config.load import dump_toml
 from finetrainers.demo.rewarded import reward_config
@@ -43,6 +43,8 @@ FIRST_READ = ("README.md", "docs/tutorials/quickstart.md", "docs/reference/pytho
 SHELL, PYTHON = ("bash", "sh"), ("python", "py")
 TINY = "TINY_LTX_VIDEO"  # becomes the path of the tiny repository
 
+WATCH = "finetrainers watch --prompts boat --preset tiny=9x32x64,steps=2 --presets tiny "
+
 INSTEAD = {
     "--config ltx_video/lora ": "--config examples/ltx_video/lora.toml ",  # a copy of the recipe that is small
     "Lightricks/LTX-Video": TINY,
@@ -57,7 +59,7 @@ INSTEAD = {
     "num_frames=49, height=512, width=768, generator": "num_frames=9, height=32, width=64, num_inference_steps=2, "
     "generator",
     "finetrainers sample ": "finetrainers sample --num_inference_steps 2 ",
-    "finetrainers watch ": "finetrainers watch --prompts boat --preset tiny=9x32x64,steps=2 --presets tiny ",
+    "finetrainers watch ": WATCH,
     "train_steps = 1500": "train_steps = 2",
     "# encode clips and captions once": "\ntrain_steps = 2",
     'output_dir = "runs/dog"': 'output_dir = "runs/dog"\ntrain_steps = 2',
@@ -78,6 +80,7 @@ INSTEAD = {
     "step-500": "step-2",
 }
 DRY = {
+    "finetrainers train --config examples/ltx_video/lora.toml --data_root my_clips --framepack": "has many windows",
     "finetrainers train --config examples/ltx_video/grpo_lora.toml": "the reward's weights are on the hub",
 }
 FAILS = {
@@ -99,6 +102,12 @@ ELSEWHERE = {
     "finetrainers export runs/tiger": "tests/cli/test_export.py",
     "finetrainers sample --num_inference_steps 2 runs/tiger": "tests/sampling/test_families.py",
     "finetrainers sample --num_inference_steps 2 style_low_noise.safetensors": "tests/sampling/test_families.py",
+    "accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 6": "tests/docs/test_examples.py",
+    "bash examples/legacy/": "tests/docs/test_legacy_commands.py",
+    "bash examples/cogvideox/train.sh": "tests/docs/test_examples.py",
+    "bash examples/mochi/train.sh": "tests/docs/test_examples.py",
+    "deepspeed --num_gpus=1 train.py --deepspeed --config examples/framepack.toml": "tests/runs/test_windows_run.py",
+    f"{WATCH}runs/mystyle --presets low4s": "tests/config/test_watch.py",
     "finetrainers sync": "tests/tools/test_sync.py",
     "finetrainers doctor": "tests/cli/test_doctor.py",
     "finetrainers models": "tests/test_installed_packages.py",
@@ -128,7 +137,8 @@ NOT_RUN = {
 
 def runnable(page: Path) -> list[Block]:
     """What of a page is run, and the files that it shows."""
-    return [b for b in blocks(page, *SHELL, *PYTHON, "toml") if b.language != "toml" or file_name(b) is not None]
+    fenced = [b for b in blocks(page, *SHELL, *PYTHON, "toml") if b.language != "toml" or file_name(b) is not None]
+    return [*fenced, *table_commands(page)]
 
 
 def file_name(block: Block) -> str | None:
@@ -170,8 +180,11 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny_repo: Callable[..., Pat
         "-m", "finetrainers", "train", "--config", "run.toml", "--output_dir", "runs/mystyle", cwd=root
     )
     assert done.wait() == 0, done.stderr
-    for name in ("my-lora", "other", "stage1"):
-        shutil.copytree(root / "runs" / "mystyle", root / "runs" / name)
+    for name in ("runs/my-lora", "runs/other", "runs/stage1", "data/outputs/grpo_hunyuan_6gpu"):
+        shutil.copytree(root / "runs" / "mystyle", root / name)
+    (root / "assets").mkdir()
+    (root / "assets" / "video_prompts.txt").write_text("a cat in a boat@@@9x32x64\n")
+    (root / "OpenVid-1M.csv").write_text("path,text\nbeach.mp4,a beach\nmarket.mp4,a market\n")
     (root / "color" / "run").mkdir(parents=True)
     rewarded = reward_config(root / "color", steps=1, evaluated=2, prompts_per_step=1, num_generations=2, batch_size=2)
     (root / "color" / "run" / "config.toml").write_text(dump_toml(rewarded))
@@ -264,7 +277,7 @@ def to_run(line: str) -> str:
 
 def test_every_exception_is_needed() -> None:
     """What is put in, and what is not run, occurs in the pages; the tests that run it instead exist."""
-    texts = [b.text for page in PAGES for b in blocks(page, *SHELL, *PYTHON, "toml")]
+    texts = [b.text for page in PAGES for b in (*blocks(page, *SHELL, *PYTHON, "toml"), *table_commands(page))]
     texts += [path.read_text() for path in (ROOT / "examples" / "ltx_video").iterdir()]
     assert [old for old in INSTEAD if not any(old in text for text in texts)] == []
     lines = [line for text in texts for line in logical_lines(substituted(text, INSTEAD))]

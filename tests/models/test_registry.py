@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from finetrainers.config.sections import ModelSection
 from finetrainers.models import family
-from finetrainers.models.lookalikes import LOOKALIKES, id_lookalike
+from finetrainers.models.lookalikes import LOOKALIKES, id_lookalike, name_lookalike
 from finetrainers.models.registry import families, get_family, with_family
 from finetrainers.utils.failures import InputError
 
@@ -195,6 +195,7 @@ def test_lookalikes_name_classes_of_diffusers_that_no_family_trains():
     names = [name for one in LOOKALIKES for name in one.classes]
     assert not trained & {*names}
     assert len(names) == len({*names})
+    assert name_lookalike("STDiT3-XL-2") is not None  # of Open-Sora
     if Version(diffusers.__version__) >= Version("0.42"):  # some are newer than the oldest version that works
         assert [name for name in names if not hasattr(diffusers, name)] == []
 
