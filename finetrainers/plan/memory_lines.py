@@ -88,7 +88,7 @@ def automatic_lines(config: TrainConfig, settings: AutoSettings) -> list[str]:
     if settings.swapped is not None and (settings.swapped or memory.blocks_to_swap == "auto"):
         lines.append(f"{swap_label}: {settings.words['blocks_to_swap']}")
     if settings.activations is not None:
-        speed = f"{machine.flops / 1e12:.0f} TFLOP/s, {machine.link / 1e9:.0f} GB/s"
+        speed = f"a GPU of {machine.flops / 1e12:.0f} TFLOP/s, copies at {machine.link / 1e9:.0f} GB/s"
         lines += [
             f"{activation_label}, assuming {speed}, {machine.host / GIB:.1f} GiB of host memory:",
             f"  {settings.activations.what}",

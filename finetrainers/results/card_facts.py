@@ -142,7 +142,7 @@ def facts(state: TrainState, checked: ResolvedRun) -> list[tuple[str, str]]:
     ]
     if checked.prompts:
         sampling = config.validation
-        guidance_text = sampling.guidance_text or "the pipeline's own guidance"
+        guidance_text = sampling.guidance_text or "the default guidance scale of the pipeline"
         steps = f"{sampling.validation_inference_steps} denoising steps"
         rows.append(("samples", f"{steps}, {guidance_text}, seed {config.training.seed}, {checked.frame_rate:g} fps"))
     return rows

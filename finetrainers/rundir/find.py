@@ -157,7 +157,8 @@ def _find_newest_verified(
 ) -> Path:
     """Return the newest checkpoint whose files match its manifest; see `damage`."""
     if not checkpoints:
-        raise InputError(f"no checkpoint in {root}; remove the option to start a new run", "not_found")
+        remedy = "wait until the run has saved one" if weights_only else "remove the option to start a new run"
+        raise InputError(f"no checkpoint in {root}; {remedy}", "not_found")
     damaged: list[str] = []
     for checkpoint in reversed(checkpoints):
         problem = checkpoint.damage or find_damage(checkpoint.path)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
 from pathlib import Path
@@ -26,7 +25,14 @@ from finetrainers.plan.capabilities import capability_problems, sample_needs
 from finetrainers.plan.init_distributed import join
 from finetrainers.plan.trainable import check_lora_modules, check_other_expert
 from finetrainers.rundir.lock import exclusive
-from finetrainers.training.sampling import EncodedPrompts, PromptRequest, SamplingSettings, prompt_request, sample_seed
+from finetrainers.training.sampling import (
+    EncodedPrompts,
+    PromptRequest,
+    SamplingSettings,
+    after_denoising_steps,
+    prompt_request,
+    sample_seed,
+)
 from finetrainers.utils.failures import user_message
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import sweep_unfinished, write_text_atomic
@@ -294,40 +300,18 @@ class _Drawing:
         logger.error("%s: %s", clip, reason, exc_info=error if sentence is None else None)
 
     def _settings(self, sampler: Sampler, meter: Meter, total: int, undo: contextlib.ExitStack) -> SamplingSettings:
-        """Return the sampling settings; denoising steps are counted by the pipeline, else by the scheduler."""
+        """Return the sampling settings, with which denoising steps are counted."""
         validation, spec = self.plan.config.validation, sampler.spec
 
-        def count(*arguments: Any) -> dict[str, Any]:
+        def count() -> None:
             self._steps = min(self._steps + 1, total)
             meter(self._steps, total)
-            return {}
 
-        classes = (spec.pipeline_class, spec.image_pipeline_class or spec.pipeline_class)
-        has_callback = all("callback_on_step_end" in inspect.signature(cls.__call__).parameters for cls in classes)
-        extra = {"callback_on_step_end": count} if has_callback else {}
-        if not has_callback:
-            undo.enter_context(_after_steps(sampler.scheduler, count))
+        extra = undo.enter_context(after_denoising_steps(spec, sampler.scheduler, count))
         return SamplingSettings(
             self.plan.frame_rate, validation.validation_inference_steps, validation.validation_guidance_scale,
             validation.validation_guidance_scale_2, {**extra, **dict(validation.validation_pipeline_arguments)},
         )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _after_steps(scheduler: Any, call: Callable[[], Any]) -> Iterator[None]:
-    """Call a function after each step of a scheduler."""
-    step = scheduler.step
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        result = step(*arguments, **options)
-        call()
-        return result
-
-    scheduler.step = counted
-    try:
-        yield
-    finally:
-        del scheduler.step
 
 
 @dataclass(frozen=True)
@@ -369,7 +353,7 @@ def show(plan: SamplePlan, drawn: SampleResult, *, text: PageText | None = None)
         *(("weights", f"{w.label}: {w.path}") for w in dict.fromkeys(weights)),
         ("denoising", ", ".join([
             plural(validation.validation_inference_steps, "step"),
-            validation.guidance_text or "the pipeline's own guidance",
+            validation.guidance_text or "the default guidance scale of the pipeline",
             *([f"negative prompt {plan.negative!r}"] if plan.negative else []),
         ])),
         ("frames", f"{plan.frame_rate:g} per second"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -250,6 +251,30 @@ def load_video_segment(
         is_variable=info.is_variable,
     )  # fmt: skip
     return to_unit_range(load_clip(clip, generator=torch.Generator("cpu"))[None])
+
+
+@contextmanager
+def after_denoising_steps(spec: ModelSpec, scheduler: Any, call: Callable[[], object]) -> Iterator[dict[str, Any]]:
+    """Call a function after each denoising step within the block: by the pipeline, else by the scheduler.
+
+    Yields the arguments of the pipeline's calls that this needs.
+    """
+    classes = (spec.pipeline_class, spec.image_pipeline_class or spec.pipeline_class)
+    if all("callback_on_step_end" in inspect.signature(cls.__call__).parameters for cls in classes):
+        yield {"callback_on_step_end": lambda *_: (call(), {})[1]}
+        return
+    step = scheduler.step
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        result = step(*arguments, **options)
+        call()
+        return result
+
+    scheduler.step = counted
+    try:
+        yield {}
+    finally:
+        del scheduler.step
 
 
 @torch.no_grad()

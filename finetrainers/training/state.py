@@ -113,6 +113,7 @@ class TrainState:
         finished_by: reason that a callback gave for making this step the last one, or None.
         wants_samples: whether a callback uses `on_samples`, so that frames stay in host memory until then.
         samples: the samples that a callback has just drawn on this process, or None; see `Callback.on_samples`.
+        doing: what a callback does between two steps, for the progress line.
         requests: requests from outside: a stop, a checkpoint, samples.
         guards: checks of every step, with state that checkpoints store.
         staging: copies of the state that asynchronous checkpoints are written from; code that changes weights waits
@@ -140,6 +141,7 @@ class TrainState:
     finished_by: str | None = None
     wants_samples: bool = False
     samples: list[Sample] | None = None
+    doing: str = ""
     requests: Requests = field(init=False)
     guards: Guards = field(init=False)
     staging: Staging = field(init=False, default_factory=Staging)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 import shlex
 import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from every_family import FAMILIES
 from mixed_clips import CAPTION, write_mixed
@@ -24,6 +27,7 @@ from finetrainers.models.registry import families
 from finetrainers.plan.preflight import preflight
 from finetrainers.tools.init.choose import choose_prompts
 from finetrainers.utils import exit_codes
+from finetrainers.utils.video import write_mp4
 
 DEMO = "demo://ltx"
 #: Less than the demo model takes.
@@ -201,6 +205,31 @@ def test_what_cannot_become_a_run_is_refused(here: Path) -> None:
 def test_the_nearest_model_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["init", "--model", "Lightrick/LTX-Video"])
     assert "Lightricks/LTX-Video" in capsys.readouterr().err
+
+
+def test_parts_of_names_are_answered_with_models(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, name in (("wan", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"), ("hunyuan_video", "tencent/HunyuanVideo")):
+        assert refused_command(["init", "--model", text, "--yes"])[1][0] == ("--model", "unknown")
+        assert name.lower() in capsys.readouterr().err.lower()
+
+
+def test_the_only_clip_of_a_size_is_trained_on(here: Path) -> None:
+    """Of the two clips that would be held out, the second is the only upright one."""
+
+    def digest(name: str) -> str:
+        return hashlib.sha256(f"{name}.mp4\0{name}".encode()).hexdigest()
+
+    wide = [f"wide{index}" for index in range(20)]
+    first, second = sorted(map(digest, wide))[:2]
+    tall = next(name for name in (f"tall{index}" for index in count()) if first < digest(name) < second)
+    for name in (*wide, tall):
+        write_mp4(
+            here / "clips" / f"{name}.mp4", np.zeros((9, *((64, 96) if name != tall else (96, 64)), 3), "u1"), fps=8
+        )
+        (here / "clips" / f"{name}.txt").write_text(name)
+    assert main(["init", "clips", "--trigger_word", "none", "--card", "cpu", "--yes"]) == exit_codes.DONE
+    assert load_config("run.toml").data.eval_num_items == 1
+    assert "first_frame_conditioning_p" in Path("run.toml").read_text()
 
 
 @pytest.mark.rotating

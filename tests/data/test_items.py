@@ -4,12 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from refusals import refused
 
+from finetrainers.config.load import load_config
 from finetrainers.config.sections import DataSection
+from finetrainers.data.inspect.probe_all import ProbeOptions
 from finetrainers.data.reading.items import DataError, clean_caption, read_dataset
+from finetrainers.plan.check import examine
 from finetrainers.utils.failures import Kind
+from finetrainers.utils.video import write_mp4
 
 
 @pytest.fixture
@@ -311,6 +316,18 @@ def test_every_caption_has_the_trigger_word_once(caption: str, cleaned: str) -> 
     repeated = clean_caption(caption, DataSection(**options, repeat_id_token=True))
     assert (repeated == cleaned) == ("BW" not in caption.split() and "BW," not in caption and "[" not in caption)
     assert clean_caption(caption, DataSection()) == caption.strip()
+
+
+def test_only_the_trigger_word_is_no_caption(tmp_path: Path) -> None:
+    for name, caption in (("a", ""), ("b", "a cat")):
+        write_mp4(tmp_path / f"{name}.mp4", np.zeros((9, 32, 32, 3), dtype=np.uint8), fps=8)
+        (tmp_path / f"{name}.txt").write_text(caption)
+    options = {"pretrained_model_name_or_path": "demo://ltx", "data_root": str(tmp_path), "id_token": "BW"}
+    report, _ = examine(load_config(**options), ProbeOptions())
+    assert report is not None
+    assert [(item["caption"], "no_caption" in item["marks"]) for item in report["items"]] == [
+        ("BW", True), ("BW a cat", False),
+    ]  # fmt: skip
 
 
 def test_the_two_files_of_the_usual_names_are_read_without_options(root: Path) -> None:

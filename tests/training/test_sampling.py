@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -24,6 +25,7 @@ from finetrainers.models.registry import get_family
 from finetrainers.models.spec import ModelComponents, SampleRequest
 from finetrainers.plan.trainable import make_trainable
 from finetrainers.training.callbacks import validation
+from finetrainers.training.callbacks.validation import Validation
 from finetrainers.training.sampling import (
     PromptRequest,
     SamplingComponents,
@@ -32,6 +34,7 @@ from finetrainers.training.sampling import (
     prompt_request,
     sample_prompts,
 )
+from finetrainers.training.state import TrainState
 from finetrainers.training.trained_weights import load_lora_weights
 
 
@@ -182,3 +185,27 @@ def test_samples_are_decoded_in_the_dtype_of_the_vae(name: str, tiny_repo: Calla
             with torch.no_grad():
                 assert torch.equal(video[0], decode(z, *args, **kwargs)[0])
     assert (vae.dtype == torch.float32) == (family.dtypes.get("vae_dtype") == "fp32")
+
+
+def test_a_stop_cuts_samples_short_and_the_line_counts_them(
+    options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the base model, which may take minutes: the signal is obeyed after a denoising step, not after all clips."""
+    doing: list[str] = []
+    count = Validation._count_step
+
+    def counted(self: Validation, state: TrainState) -> None:
+        if len(doing) == 5:
+            state.requests.signals.received = signal.SIGINT
+        count(self, state)
+        doing.append(state.doing)
+
+    monkeypatch.setattr(Validation, "_count_step", counted)
+    prompts = {"validation_prompts": "a@@@9x64x64:::b@@@9x64x64", "validation_inference_steps": 3}
+    stopped = run(**options(**prompts, validation_steps=2, validation_at_start=True, train_steps=4))
+    assert doing == [
+        f"sampling clip {clip}/2, step {step}/3" for clip, step in ((1, 1), (1, 2), (1, 3), (2, 1), (2, 2))
+    ]
+    assert (stopped.state.step, stopped.state.stopped_by) == (1, "SIGINT")
+    assert [path.name[:2] for path in (stopped.root / "samples").glob("*/*.mp4")] == ["00"]
+    assert "samples" not in [event["event"] for event in stopped.events]

@@ -86,6 +86,7 @@ def report_item(
     used_frames: int,
     held_out: bool,
     seen: bool,
+    blank: str = "",
 ) -> ItemReport:
     """Return the report on an item.
 
@@ -97,6 +98,7 @@ def report_item(
         used_frames: number of frames, at its rate, that these clips use.
         held_out: whether it is held out for the evaluation loss.
         seen: whether an earlier item has the same path.
+        blank: caption of items without one: the trigger word, if there is one.
     """
     item, header, unusable, clip = entry.item, entry.header, entry.unusable, entry.clip
     is_spread = clip is not None and clip.frame_selection == "uniform"  # from the first frame to the last
@@ -124,7 +126,7 @@ def report_item(
         scale=round(max(clip.bucket[1] / clip.height, clip.bucket[2] / clip.width), 4) if clip else None,
         usable_frames=entry.available if clip else 0,
         used_frames=entry.available if is_spread else used_frames,
-        marks=tuple(_marks(entry, target_fps, seen=seen)),
+        marks=tuple(_marks(entry, target_fps, seen=seen, blank=blank)),
         same_as=entry.same_as.name if entry.same_as else None,
         examples=examples,
         decoded=entry.marks is not None,
@@ -137,7 +139,7 @@ def report_item(
     )
 
 
-def _marks(entry: ProbedItem, target_fps: float, *, seen: bool) -> Iterator[Mark]:
+def _marks(entry: ProbedItem, target_fps: float, *, seen: bool, blank: str) -> Iterator[Mark]:
     if (clip := entry.clip) is not None:
         _, height, width = clip.bucket
         if clip.kind == "video" and is_slower(clip.source_fps, target_fps):
@@ -150,7 +152,7 @@ def _marks(entry: ProbedItem, target_fps: float, *, seen: bool) -> Iterator[Mark
             yield "distorted"
         if is_enlarged(clip):
             yield "enlarged"
-        if not clip.caption:
+        if clip.caption == blank:
             yield "no_caption"
     if seen:
         yield "same_file"

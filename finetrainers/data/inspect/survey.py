@@ -203,6 +203,7 @@ def _report(parts: Sequence[Part], clips: Sequence[Clip], held_out: frozenset[in
                 used_frames=used_frames.get(index, 0),
                 held_out=index in held_out,
                 seen=path in seen,
+                blank=clean_caption("", part.dataset.data),
             )
             part.reports.append(report)
             seen.add(path)

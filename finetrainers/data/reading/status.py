@@ -44,7 +44,7 @@ MEANINGS: Mapping[Status | Mark, str] = {
     "cropped": "part of each frame is cropped",
     "distorted": "resized to another aspect ratio",
     "enlarged": "smaller than its bucket",
-    "no_caption": "its caption is empty",
+    "no_caption": "its caption is empty, or only the trigger word",
     "same_file": "the same path occurs earlier",
     "same_content": "the same bytes occur earlier, under another name",
     "black": "nearly every frame is black",

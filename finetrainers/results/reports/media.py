@@ -21,7 +21,7 @@ from finetrainers.utils.video import evenly_spaced, read_comment
 from .watched import Watched
 
 _Place = tuple[str, str, int]  # prompt, size and seed
-_MOST_PROMPTS, _MOST_STEPS = 8, 6
+_MOST_PROMPTS, _MOST_STEPS = 8, 10
 #: Types in the record of a rollout, which may be edited.
 _SCORES_TYPES = {"heads": {str: dict}, "best": dict, "worst": dict}
 _MISSING = "not on this page"

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from finetrainers.config.errors import ConfigError
+from finetrainers.config.load import load_config
 from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.init_distributed import join
@@ -76,6 +77,7 @@ class Watch:
         self._scores = {name: Scores(folder, plan.labels) for name, folder in folders.items()}
         self._tracker = None if plan.options.no_track else WatchTracker(plan.run, folders, plan.config)
         self._identity = plan.identity
+        self._total_steps = plan.config.training.train_steps
         self._reported_steps: set[int] = set()  # incomplete steps that have been reported
         self._waiting = ""
         self._best_on_page: dict[str, Checkpoint | str | None] = dict.fromkeys(plan.presets, "")  # by preset
@@ -134,7 +136,9 @@ class Watch:
         Models are freed where no checkpoint is expected.
         """
         poll_seconds = self.plan.options.poll_seconds
-        training = training_state(self.plan.run, total_steps=self.plan.config.training.train_steps)
+        with contextlib.suppress(ConfigError):  # a resumed run may have another length
+            self._total_steps = load_config(self.plan.run / "config.toml").training.train_steps
+        training = training_state(self.plan.run, total_steps=self._total_steps)
         state = training.sentence.partition(", step")[0]
         if state != self._waiting:
             self._waiting = state

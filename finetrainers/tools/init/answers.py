@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -83,8 +84,11 @@ def read_model(text: str) -> str:
     published = [name for family in families().values() for name in family.published]
     if text.lower() in (name.lower() for name in published):
         return text
-    message = f"unknown model {quoted(text)}{nearest(text, [*packaged_models(), *published])}"
-    raise InputError(f"{message}; for other checkpoints give a directory in diffusers layout", "unknown")
+    names = [*packaged_models(), *published]
+    words = re.sub(r"[\W_]", "", text.lower())
+    alike = [name for name in names if words and words in re.sub(r"[\W_]", "", name.lower())]
+    hint = f"; use one of {', '.join(alike)}" if alike else nearest(text, names)
+    raise InputError(f"unknown model {quoted(text)}{hint}, or a directory in diffusers layout", "unknown")
 
 
 def read_kind(text: str) -> str:

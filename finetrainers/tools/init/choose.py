@@ -11,6 +11,7 @@ from typing import Any
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import load_config
 from finetrainers.config.root import fields
+from finetrainers.data.inspect.plan import DatasetPlan
 from finetrainers.data.inspect.probe_all import ProbeOptions
 from finetrainers.plan.check import examine
 from finetrainers.plan.dry_run import build_without_weights, unseen_reason
@@ -97,10 +98,12 @@ def propose(answers: Answers, *, progress: StageProgress) -> Proposal:
     in_captions = bool(trigger_word) and any(_has_word(item["caption"], trigger_word) for item in usable)
     if trigger_word and not in_captions:
         options["id_token"] = trigger_word
-    if len(usable) >= _HOLD_OUT_FROM:
-        options["eval_num_items"] = min(len(usable) // 10, _MOST_HELD_OUT)
-
-    checked = preflight_by_model(load_config(**options, **planned))
+    held_out = min(len(usable) // 10, _MOST_HELD_OUT) if len(usable) >= _HOLD_OUT_FROM else 0
+    checked = preflight_by_model(load_config(**options, **planned, eval_num_items=held_out))
+    while held_out and _lacks_size(checked):
+        held_out -= 1
+        checked = preflight_by_model(load_config(**options, **planned, eval_num_items=held_out), earlier=checked)
+    options |= {"eval_num_items": held_out} if held_out else {}
     options |= _recipe(checked) | _sampling_options(checked, usable, trigger_word, in_captions=in_captions)
     checked = preflight_by_model(load_config(**options, **planned), earlier=checked)
     added, reasons, memory = memory_options(checked, answers)
@@ -108,6 +111,13 @@ def propose(answers: Answers, *, progress: StageProgress) -> Proposal:
         options |= added
         checked = preflight_by_model(load_config(**options, **planned), earlier=checked)
     return Proposal(options, {**_data_reasons(items), **reasons}, items, build_without_weights(checked)[0], memory)
+
+
+def _lacks_size(checked: ResolvedRun) -> bool:
+    """Return whether all clips of some size are held out, so that it is not trained on."""
+    plan = checked.plan
+    assert isinstance(plan, DatasetPlan)
+    return not {clip.bucket for clip in plan.eval_clips} <= {clip.bucket for clip in plan.clips}
 
 
 def _recipe(checked: ResolvedRun) -> dict[str, Any]:

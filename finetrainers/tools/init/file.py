@@ -47,7 +47,7 @@ def write_file(path: Path, proposal: Proposal, answers: Answers) -> str:
 
 def next_commands(path: Path) -> list[str]:
     """Return the commands that follow."""
-    return [f"finetrainers check {path} --html check.html", f"finetrainers train {path}"]
+    return [f"finetrainers check {path} --html check.html", f"finetrainers train --config {path}"]
 
 
 def _commented(proposal: Proposal, name: str) -> str:
@@ -68,6 +68,12 @@ def _section_comments(proposal: Proposal, answers: Answers) -> dict[str, list[st
         section = fields()[name].section
         heading = {"data": _SIZES, "training": _RECOMMENDED}.get(section)
         comments.setdefault(section, _comment(heading or "")).append(f"# {_option(name, plain[name])}")
+    facts = proposal.checked.facts
+    if 0 < facts.first_frame_p < 1:
+        comments.setdefault("data", []).extend([
+            *_comment("Share of samples that are given their first frame, for image-to-video; 0 for text alone:"),
+            f"# {_option('first_frame_conditioning_p', facts.first_frame_p)}",
+        ])  # fmt: skip
     data = [*_comment(f"Captions: {kind.captions}"), *_comment(kind.advice)]
     if proposal.rejected:
         data += _comment(f"Cannot be used: {', '.join(item['name'] for item in proposal.rejected[:3])}.")

@@ -93,7 +93,7 @@ class ProgressLine(Callback):
         section = self._state.watchdog.section or ""
         if section != self._section:
             self._section, self._started = section, time.monotonic()
-        doing = _DOING.get(section) or ("" if self._record else "first step")
+        doing = self._state.doing or _DOING.get(section) or ("" if self._record else "first step")
         if doing and is_silent(max(self._last_line, self._started), self._started):
             self._print([f"step {self._step()}", doing, f"{duration(time.monotonic() - self._started)} so far"])
 
@@ -163,7 +163,8 @@ class ProgressLine(Callback):
         left = self.clock.left_s(total - step)
         time_left = f"took {clock_time(self.clock.elapsed_s())}" if is_last else f"left {clock_time(left)}"
         fields = [(0, self._step()), (1, time_left)]
-        if self._live is not None and (doing := _DOING.get(self._state.watchdog.section or "")) and not is_last:
+        doing = self._state.doing or _DOING.get(self._state.watchdog.section or "")
+        if self._live is not None and doing and (self._state.doing or not is_last):
             fields.append((2, doing))
         if record and "loss" not in record:
             # A step without micro-batches, or one whose update was left out.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +22,10 @@ from finetrainers.utils.video import slug
 
 from ..sampling import (
     EncodedPrompts,
+    PromptRequest,
     SamplingComponents,
     SamplingSettings,
+    after_denoising_steps,
     prompt_request,
     sample_prompts,
 )
@@ -30,6 +35,13 @@ from .scores import SampleScores
 
 if TYPE_CHECKING:
     from ..state import TrainState
+
+
+logger = logging.getLogger(__name__)
+
+
+class _StoppedError(Exception):
+    """Interrupt of sampling by a signal that stops the run."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -60,6 +72,8 @@ class Validation(Callback):
     scores: SampleScores | None = None
     prefix: str = ""
     samples = True
+    _clip: str = field(init=False, default="")
+    _denoised: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         section = self.section
@@ -80,8 +94,11 @@ class Validation(Callback):
     def _sample_and_score(self, state: TrainState) -> Record | None:
         begin_work("validation")
         samples = self.sample(state)
+        record, state.doing = None, ""
+        if samples is None:
+            logger.warning("the samples of step %d are incomplete: the run is to stop", state.step)
+            return None
         state.samples = samples if state.wants_samples else None
-        record = None
         if self.scores is not None:  # after sampling, so that activations of rewards do not add to the pipeline's
             clips = [(sample.number, sample.prompt, sample.frames) for sample in samples]
             record = self.scores.record(clips, fps=self.settings.frame_rate)
@@ -90,8 +107,8 @@ class Validation(Callback):
         return record
 
     @phase(VALIDATION)
-    def sample(self, state: TrainState) -> list[Sample]:
-        """Sample this rank's share of the prompts into `samples/step-N/`; return the samples.
+    def sample(self, state: TrainState) -> list[Sample] | None:
+        """Sample this rank's share of the prompts into `samples/step-N/`; return the samples, or None if interrupted.
 
         The list is empty unless they are to be scored, or a callback uses them. If processes share prompts, each writes
         and scores some.
@@ -112,16 +129,12 @@ class Validation(Callback):
         parts = SamplingComponents(
             transformer, vae, self.scheduler, parallel.device, offload=bool(self.section.enable_model_cpu_offload)
         )
-        seed = state.config.training.seed
-        requests = [
-            prompt_request(
-                state.spec, self.encoded, prompt, size=self.sizes[prompt], settings=self.settings, seed=seed + video
-            )
-            for prompt, video in [*jobs[:1] * padding, *local_jobs]
-        ]
-        with state.ema_applied(), parallel.autocast():
-            clips = islice(enumerate(sample_prompts(state.spec, parts, requests), start=-padding), padding, None)
-            for index, frames in parallel.take_turns(clips):
+        seed, clips = state.config.training.seed, [*jobs[:1] * padding, *local_jobs]
+        counting = after_denoising_steps(state.spec, self.scheduler, partial(self._count_step, state))
+        with state.ema_applied(), parallel.autocast(), counting as extra, suppress(_StoppedError):
+            requests = self._requests(state, clips, replace(self.settings, extra={**self.settings.extra, **extra}))
+            sampled = islice(enumerate(sample_prompts(state.spec, parts, requests), start=-padding), padding, None)
+            for index, frames in parallel.take_turns(sampled):
                 prompt, video = local_jobs[index]
                 text = " ".join(self.encoded.prompts[prompt].prompt.split())
                 path = write_sample(
@@ -132,11 +145,37 @@ class Validation(Callback):
                     number = jobs.index(local_jobs[index])
                     prompt_text = self.encoded.prompts[prompt].prompt
                     returned.append(Sample(prompt_text, frames, self.settings.frame_rate, path, number))
+            state.doing = ""
         transformer.train()
         del vae, parts
         free_memory()
+        if state.doing:
+            return None
         state.run_dir.event("samples", step=state.step, path=str(samples / f"step-{state.step:06d}"))
         return returned
+
+    def _requests(
+        self, state: TrainState, clips: Sequence[tuple[int, int]], settings: SamplingSettings
+    ) -> Iterator[PromptRequest]:
+        """Yield the requests for clips, each of a prompt and the number of its video, and count them for the user."""
+        seed = state.config.training.seed
+        for number, (prompt, video) in enumerate(clips, start=1):
+            self._denoised, self._clip = 0, f"sampling clip {number}/{len(clips)}"
+            state.doing = self._clip
+            yield prompt_request(
+                state.spec, self.encoded, prompt, size=self.sizes[prompt], settings=settings, seed=seed + video
+            )
+
+    def _count_step(self, state: TrainState) -> None:
+        """Count a denoising step for the user; a single process is interrupted here, where others would wait for it.
+
+        Raises:
+            _StoppedError: the run is to stop.
+        """
+        if state.parallel.world_size == 1 and state.requests.signals.received is not None:
+            raise _StoppedError
+        total, self._denoised = self.section.validation_inference_steps, self._denoised + 1
+        state.doing = f"{self._clip}, step {min(self._denoised, total)}/{total}"
 
     def _settings(self, prompt: int, video: int, seed: int) -> str:
         """Return a readable description of how a sample is drawn."""

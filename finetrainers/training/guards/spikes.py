@@ -20,6 +20,9 @@ _ENOUGH = 0.5
 #: The standard deviation is taken for at least this share of the mean: a series that hardly moves has no outliers.
 _LEAST_SPREAD = 1e-3
 
+#: Gradient norms below this are practically 0.
+_SATURATED = 1e-6
+
 
 class SpikeDetector:
     """Detector of spikes: values more than `sigma` standard deviations above the mean of the last `window` values.
@@ -41,6 +44,7 @@ class SpikeDetector:
         self.enough = max(2, math.ceil(_ENOUGH * window))
         self.recent: dict[str, deque[float]] = {name: deque(maxlen=window) for name in MARGINS}
         self.count = 0
+        self._is_saturated = False
 
     def check_step(self, step: int, record: Mapping[str, float]) -> dict[str, float]:
         """Take a step's finite numbers, and return `spikes`, the number of steps with a spike, once there is one."""
@@ -52,7 +56,19 @@ class SpikeDetector:
             text = ", ".join(spikes)
             self.run_dir.event("spike", step=step, values=text)
             logger.warning("step %d: spike: %s", step, text)
+        self._warn_of_saturation(step)
         return {"spikes": float(self.count)} if self.count else {}
+
+    def _warn_of_saturation(self, step: int) -> None:
+        """Warn once if the gradients of many steps are practically 0: the loss has nothing to improve."""
+        norms = self.recent["grad_norm"]
+        if not self._is_saturated and len(norms) >= self.enough and max(norms) < _SATURATED:
+            self._is_saturated = True
+            logger.warning(
+                "step %d: the gradient norm has been below %g for %d steps: the loss is saturated, and further steps "
+                "hardly change the weights; stop the run, and compare earlier checkpoints",
+                step, _SATURATED, len(norms),
+            )  # fmt: skip
 
     def _take(self, name: str, value: float) -> str | None:
         """Add a value to its window, and return a description if it is a spike, or None."""

@@ -31,7 +31,9 @@ def shown(width: int | None, records: list[dict[str, float]], *, headline: tuple
     console = Console(file=out, soft_wrap=True)
     if width is not None:
         console = Console(file=out, width=width, force_terminal=True, soft_wrap=True, legacy_windows=False)
-    state: Any = SimpleNamespace(step=0, total_steps=total, watchdog=SimpleNamespace(section="step"), memory=MEMORY)
+    state: Any = SimpleNamespace(
+        step=0, total_steps=total, doing="", watchdog=SimpleNamespace(section="step"), memory=MEMORY
+    )
     line = ProgressLine(headline=headline, console=console)
     line.on_start(state)
     for record in records:
@@ -93,7 +95,9 @@ def test_the_line_fits_any_width(
 
 
 def test_what_the_run_is_doing_and_what_became_of_a_step() -> None:
-    state: Any = SimpleNamespace(step=0, total_steps=9, watchdog=SimpleNamespace(section="sampling"), memory=MEMORY)
+    state: Any = SimpleNamespace(
+        step=0, total_steps=9, doing="", watchdog=SimpleNamespace(section="sampling"), memory=MEMORY
+    )
     console = Console(file=io.StringIO(), width=80, force_terminal=True, legacy_windows=False)
     line = ProgressLine(console=console)
     line.on_start(state)
@@ -118,7 +122,9 @@ def test_what_the_run_is_doing_and_what_became_of_a_step() -> None:
 def test_an_evaluation_is_broken_between_its_numbers() -> None:
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=True, color_system=None, legacy_windows=False)
-    state: Any = SimpleNamespace(step=10, total_steps=30, watchdog=SimpleNamespace(section="sampling"), memory=MEMORY)
+    state: Any = SimpleNamespace(
+        step=10, total_steps=30, doing="", watchdog=SimpleNamespace(section="sampling"), memory=MEMORY
+    )
     line = ProgressLine(headline=SFT.headline, console=console)
     line.on_start(state)
     line.on_log(state, {"step": 10, **EVALUATION})

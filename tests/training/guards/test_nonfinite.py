@@ -293,3 +293,10 @@ def test_a_run_goes_on_without_a_file_that_breaks_off(
     assert event["file"].endswith("1.mp4")
     with pytest.raises((InvalidSampleError, CacheError), match=r"1\.mp4"):
         run(**{**values, "output_dir": str(tmp_path / "strict")}, max_bad_share=0.0)
+
+
+def test_a_saturated_loss_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    detector = SpikeDetector(window=8, sigma=6, run_dir=RunDirectory(tmp_path, writes=False))
+    for step in range(1, 20):
+        detector.check_step(step, {"loss": 0.0, "grad_norm": 1e-3 if step < 5 else 0.0})
+        assert len(caplog.records) == (step >= 12)  # once the window has nothing else
