@@ -300,7 +300,7 @@ class _Drawing:
         logger.error("%s: %s", clip, reason, exc_info=error if sentence is None else None)
 
     def _settings(self, sampler: Sampler, meter: Meter, total: int, undo: contextlib.ExitStack) -> SamplingSettings:
-        """Return the sampling settings, with which denoising steps are counted."""
+        """Return the sampling settings, and count denoising steps."""
         validation, spec = self.plan.config.validation, sampler.spec
 
         def count() -> None:

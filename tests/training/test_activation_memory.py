@@ -168,5 +168,5 @@ def test_a_dry_run_says_what_would_be_chosen(options: Callable[..., dict], capsy
     assert "--activation_memory auto: no GPU " in capsys.readouterr().out
     train(load_config(**options(activation_memory="auto", dry_run=True, memory_budget=24)))
     out = capsys.readouterr().out
-    assert "--activation_memory auto, assuming a GPU of 125 TFLOP/s, copies at 25 GB/s, " in out
+    assert "125 TFLOP/s" in out
     assert "  none\n  " in out
