@@ -21,6 +21,9 @@ from finetrainers.config.sections import RunSection
 from finetrainers.utils.alive import register_watchdog
 from finetrainers.utils.exit_codes import HUNG
 from finetrainers.utils.faults import min_hang_seconds
+from finetrainers.utils.running_time import TICK_S, RunningClock
+
+from .backstop import Backstop
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +44,10 @@ _UNEVEN_SECTIONS = ("loading", "encoding", "exporting", "uploading")
 _MIN_DURATIONS, _MAX_DURATIONS = 3, 101
 #: Multiples of the median of earlier occurrences after which an adaptive limit warns, and ends the process.
 _WARN_FACTOR, _END_FACTOR = 10, 20
-#: Minimum seconds from a limit of the user until the interpreter's own timer fires, which needs no Python to run. It
-#: can only exit with 1. Setting it starts a thread, so it is left alone while it fires within twice this.
+#: Minimum seconds from a limit of the user until the backstop ends the process, which needs no Python to run there. It
+#: is set rarely: it is left alone while it fires within twice this.
 _BACKSTOP_S = 10.0
-#: Where limits adapt, the timer fires if no Python has run for `_STALLED_FACTOR` to `_STALLED_FACTOR + 1` times
+#: Where limits adapt, it fires if no Python has run for `_STALLED_FACTOR` to `_STALLED_FACTOR + 1` times
 #: `min_hang_seconds`.
 _STALLED_FACTOR = 5
 
@@ -103,7 +106,8 @@ class Watchdog:
 
     Usage: `with watchdog.running(): ... watchdog.enter("step") ...`; entering a section leaves the one before. A
     second thread has its own clock: `with watchdog.in_thread("checkpoint"): ...`. A heartbeat (`utils.alive`) restarts
-    the section's clock: work that makes progress is not ended, however long it takes.
+    the section's clock: work that makes progress is not ended, however long it takes. While the process is suspended,
+    time stands still.
 
     A limit that the user did not set adapts to the section: see `_Durations.limits`. Only occurrences of one kind are
     compared. Work without a kind has no such limit: user code, work that a run does once, and uploads.
@@ -124,7 +128,7 @@ class Watchdog:
         limits: seconds that each section may take, 0 for any time, None for a limit that adapts.
         step_wait_s: how long a step may wait on the device for other processes, which may have more to do in it.
         owns_process: whether the process exits after the run: its exit code is the run's, and this watchdog may set
-            the interpreter's timer even where no limit of the user holds.
+            the backstop even where no limit of the user holds.
         """
         self.file = directory / f"rank-{rank}.txt"
         self.limits = dict(limits)
@@ -141,7 +145,8 @@ class Watchdog:
         self._running = self._keeps_file = False
         self._descriptor = -1
         self._next_check_at = math.inf  # of the thread
-        self._timer_fires_at = math.inf  # the interpreter's timer
+        self._timer_fires_at = math.inf  # the backstop
+        self._time = RunningClock()
 
     @classmethod
     def of_run(
@@ -168,6 +173,7 @@ class Watchdog:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         # Opened now: a disk that hangs later must not keep the stacks from it.
         self._descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._backstop = Backstop(self._descriptor)
         self._running = True
         self._clocks.clear()
         self._threads = {threading.get_ident(): "main"}
@@ -180,10 +186,9 @@ class Watchdog:
         finally:
             with self._changed:
                 self._running = False
-                if self._timer_fires_at < math.inf:
-                    self._set_timer(math.inf)
                 self._changed.notify()
             thread.join()
+            self._backstop.close()
             os.close(self._descriptor)
             if not self._keeps_file:
                 self.file.unlink(missing_ok=True)
@@ -219,7 +224,7 @@ class Watchdog:
             if clock is not None and clock.paused is None:
                 if clock.per_heartbeat:
                     self._record_duration(clock)
-                    clock.started = time.monotonic()
+                    clock.started = self._time.now()
                 self._restart(clock)
 
     def pause(self, waiting: bool) -> None:
@@ -231,10 +236,10 @@ class Watchdog:
             if clock.section not in _UNEVEN_SECTIONS and self.limits[clock.section] is not None:
                 return
             if waiting:
-                clock.paused, clock.warn_at, clock.end_at = time.monotonic(), math.inf, math.inf
+                clock.paused, clock.warn_at, clock.end_at = self._time.now(), math.inf, math.inf
                 self._schedule()
             elif clock.paused is not None:
-                clock.started += time.monotonic() - clock.paused
+                clock.started += self._time.now() - clock.paused
                 clock.paused = None
                 self._restart(clock)
 
@@ -268,18 +273,18 @@ class Watchdog:
             if section is None:
                 self._schedule()
             else:
-                self._clocks[name] = clock = _Clock(section, work_key, per_heartbeat, started=time.monotonic())
+                self._clocks[name] = clock = _Clock(section, work_key, per_heartbeat, started=self._time.now())
                 self._restart(clock)
 
     def _record_duration(self, clock: _Clock) -> None:
         """Record the duration of an occurrence that ends now."""
         if clock.work_key is not None and self.limits[clock.section] is None:
             durations = self._durations.setdefault((clock.section, clock.work_key), _Durations())
-            durations.add(time.monotonic() - clock.started)
+            durations.add(self._time.now() - clock.started)
 
     def _restart(self, clock: _Clock) -> None:
         """Set the times at which a clock's occurrence counts as slow and as hung, from now on."""
-        now, limit = time.monotonic(), self.limits[clock.section]
+        now, limit = self._time.now(), self.limits[clock.section]
         warns, ends = math.inf, limit or math.inf
         if limit is None and clock.section == "closing":
             ends = min_hang_seconds()
@@ -291,7 +296,7 @@ class Watchdog:
         self._schedule()
 
     def _schedule(self) -> None:
-        """Wake the thread, and set the interpreter's timer, where a clock asks for it."""
+        """Wake the thread, and set the backstop, where a clock asks for it."""
         if min((clock.due for clock in self._clocks.values()), default=math.inf) < self._next_check_at:
             self._changed.notify()
         set_by_user = [clock.end_at for clock in self._clocks.values() if self.limits[clock.section] is not None]
@@ -299,30 +304,22 @@ class Watchdog:
         latest = earliest + _BACKSTOP_S
         if earliest == math.inf and self._stalled_s < math.inf:
             # Not by each clock, which would be set many times in a step.
-            earliest = time.monotonic() + self._stalled_s
+            earliest = self._time.now() + self._stalled_s
             latest = earliest + min_hang_seconds()
         if not earliest <= self._timer_fires_at <= latest:
-            self._set_timer(latest)
-
-    def _set_timer(self, fires_at: float) -> None:
-        """Set the interpreter's timer, or cancel it if `fires_at` is infinite."""
-        faulthandler.cancel_dump_traceback_later()
-        self._timer_fires_at = fires_at
-        if fires_at < math.inf:
-            left = max(_BACKSTOP_S, fires_at - time.monotonic())
-            faulthandler.dump_traceback_later(left, file=self._descriptor, exit=True)
+            self._timer_fires_at = latest
+            self._backstop.set(max(_BACKSTOP_S, latest - self._time.now()))
 
     def _watch(self) -> None:
         with self._changed:
             while self._running:
-                left, self._next_check_at = threading.TIMEOUT_MAX, math.inf
+                left, self._next_check_at = TICK_S, math.inf
                 if self._stalled_s < math.inf:
                     self._schedule()
-                    left = min_hang_seconds()
                 if self._clocks:
                     clock = min(self._clocks.values(), key=lambda clock: clock.due)
                     self._next_check_at = clock.due
-                    now = time.monotonic()
+                    now = self._time.now()
                     if clock.end_at <= now:
                         self._give_up(clock)
                     if clock.warn_at <= now:
@@ -359,7 +356,7 @@ class Watchdog:
         elif limit is not None:
             message = f"the section '{section}' took longer than its limit of {limit:g} s (--{option})"
         else:
-            median, seconds = self._durations[section, clock.work_key].median, time.monotonic() - clock.started
+            median, seconds = self._durations[section, clock.work_key].median, self._time.now() - clock.started
             message = (
                 f"the section '{section}' has taken {seconds:.0f} s, and the median of earlier ones is {median:.1f} "
                 f"s: it counts as hung (--{option} sets another limit, 0 none)"

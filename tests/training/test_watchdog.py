@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import faulthandler
 import math
 import re
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,12 @@ import pytest
 from real_process import Python
 
 from finetrainers.training import watchdog
+from finetrainers.training.backstop import Backstop
 from finetrainers.training.watchdog import Watchdog
 from finetrainers.utils import exit_codes
 from finetrainers.utils.alive import send_heartbeat, waiting
 from finetrainers.utils.progress import Meter
+from finetrainers.utils.running_time import RunningClock
 
 _HANGING = """
 import ctypes, sys, threading, time
@@ -44,7 +47,7 @@ with dog.running():
 def test_a_hang_leaves_stacks_and_an_exit_code(tmp_path: Path, python: Python) -> None:
     """Also where the interpreter itself is blocked, by the backstop."""
     hanging = {where: python("-c", _HANGING, str(tmp_path / where), where) for where in ("Python", "no Python")}
-    for where, code in (("Python", exit_codes.HUNG), ("no Python", 1)):
+    for where, code in (("Python", exit_codes.HUNG), ("no Python", signal.SIGVTALRM)):
         assert hanging[where].wait(25) == code, hanging[where].stderr
         stacks = (tmp_path / where / "rank-3.txt").read_text()
         assert "in hanging_step" in stacks
@@ -52,6 +55,33 @@ def test_a_hang_leaves_stacks_and_an_exit_code(tmp_path: Path, python: Python) -
         if where == "Python":
             assert re.search(r"'step' .* 0\.5 s \(--step_timeout\)", stacks)
             assert str(tmp_path / where / "rank-3.txt") in hanging[where].stderr
+
+
+_SUSPENDED = """
+import sys, time
+from pathlib import Path
+from finetrainers.training import watchdog
+watchdog._BACKSTOP_S = 0.5
+dog = watchdog.Watchdog(Path(sys.argv[1]), rank=3, limits={"step": 2})
+with dog.running():
+    dog.enter("step")
+    print("in a step", flush=True)
+    for _ in range(int(sys.argv[2])):  # as work does, it continues where it was
+        time.sleep(0.1)
+"""
+
+
+def test_a_suspended_process_is_not_ended_when_it_continues(tmp_path: Path, python: Python) -> None:
+    """Neither by the watchdog's thread nor by the backstop; what hangs after that is."""
+    ends = {tenths: python("-c", _SUSPENDED, str(tmp_path / tenths), tenths) for tenths in ("10", "600")}
+    for process in ends.values():
+        process.wait_until(lambda process=process: bool(process.stdout))
+        process.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    for process in ends.values():
+        process.send_signal(signal.SIGCONT)
+    assert ends["10"].wait(25) == 0, ends["10"].stderr
+    assert ends["600"].wait(25) == exit_codes.HUNG
 
 
 _BESIDE = """
@@ -117,7 +147,7 @@ def test_what_goes_on_and_what_waits_its_turn_is_not_ended(tmp_path: Path, pytho
 def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """A watchdog of limits that adapt, and its clock: `now`, and after how many seconds it warns and ends."""
     found = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: found.now))
+    monkeypatch.setattr(RunningClock, "now", lambda _: found.now)
     limits = {**dict.fromkeys(watchdog.SECTIONS), "sampling": 0, "checkpoint": 90}
     found.dog = Watchdog(tmp_path / "hangs", rank=0, limits=limits)
 
@@ -227,15 +257,12 @@ def test_sections_are_known_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "hangs").exists()
 
 
-def test_entering_a_section_again_leaves_the_timer_of_the_interpreter_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Arming it starts a thread. It strikes one to two backstops after the limit, whatever is entered when."""
+def test_entering_a_section_again_leaves_the_backstop_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is set rarely. It strikes one to two backstops after the limit, whatever is entered when."""
     armed: list[float] = []
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda left, **_: armed.append(left))
-    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: armed.append(math.inf))
+    monkeypatch.setattr(Backstop, "set", lambda _, left: armed.append(left))
     now = 0.0
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(RunningClock, "now", lambda _: now)
     dog = Watchdog(tmp_path / "hangs", rank=0, limits={"step": 600.0, "sampling": 60.0, "checkpoint": None})
     strikes = math.inf
     with dog.running():
@@ -248,5 +275,5 @@ def test_entering_a_section_again_leaves_the_timer_of_the_interpreter_alone(
                 assert strikes == math.inf
             else:
                 assert now + limit + 10 <= strikes + 1e-9 <= now + limit + 20 + 1e-8
-        assert len(armed) == 2 * 5 + 2 + 1  # every 10 s of the 50
-    assert len(armed) == 2 * 5 + 2 + 1  # it was not armed any more
+        assert len(armed) == 5 + 1 + 1  # every 10 s of the 50
+    assert len(armed) == 5 + 1 + 1

@@ -8,12 +8,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+from finetrainers.utils.running_time import TICK_S, RunningClock
 
 from ..reading.items import Kind
 from ..reading.status import Decoded, InvalidSample
@@ -70,7 +71,7 @@ def run_isolated(
                     index = waiting.pop()
                     worker.submit(index, calls[index], limits_s[index])
             busy = [worker for worker in workers if worker.call_index is not None]
-            ready = wait([worker.pipe for worker in busy], timeout=max(min(w.left_s for w in busy), 0.0))
+            ready = wait([worker.pipe for worker in busy], timeout=max(min([TICK_S, *(w.left_s for w in busy)]), 0.0))
             for worker in busy:
                 if worker.pipe in ready or worker.left_s <= 0:
                     assert worker.call_index is not None
@@ -87,6 +88,7 @@ class _Worker(Generic[R]):
     def __init__(self, function: Callable[..., R]) -> None:
         self.function = function
         self.call_index: int | None = None
+        self._time = RunningClock()
         self._start()
 
     def _start(self) -> None:
@@ -107,13 +109,13 @@ class _Worker(Generic[R]):
             self.is_up = True
         self.call_index = index
         self.limit_s = limit_s
-        self.until = time.monotonic() + limit_s
+        self.until = self._time.now() + limit_s
         self.pipe.send(arguments)
 
     @property
     def left_s(self) -> float:
         """Seconds until the task counts as hanging."""
-        return self.until - time.monotonic()
+        return self.until - self._time.now()
 
     def read_result(self, *, is_ready: bool) -> R | Lost:
         """Return the result of the task, or how the process was lost, after which a new one is started."""

@@ -8,7 +8,6 @@ import multiprocessing
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from finetrainers.utils.failures import ExpectedError
+from finetrainers.utils.running_time import TICK_S, RunningClock
 
 from ..buckets.clip import Clip
 from .batch_sampler import MicroBatch
@@ -32,7 +32,7 @@ T = TypeVar("T")
 #: Number of times that workers may be lost at the same batch before it is an error.
 RESTARTS = 3
 #: Seconds after which a dead worker is noticed.
-_LOOK_S = 1.0
+_LOOK_S = TICK_S
 #: Seconds that workers may take to start. Unforked ones import torch, which takes long from a network disk.
 _STARTING_S = 600.0
 #: Seconds that workers may take to end when they are no longer needed: those that still decode, or hang, are killed.
@@ -160,7 +160,8 @@ class Workers(Generic[T]):
         Raises:
             _Lost: a worker died, or no worker answered in time.
         """
-        started = since = time.monotonic()
+        clock = RunningClock()
+        started = since = clock.now()
         while True:
             try:
                 return next(batches)
@@ -171,7 +172,7 @@ class Workers(Generic[T]):
                     raise
                 if "timed out" not in text:
                     raise _Lost(text) from None
-                now = time.monotonic()
+                now = clock.now()
                 if (dataset.reading == _NOT_STARTED).any() and now - started < _STARTING_S:
                     since = now
                 if self.timeout_s and now - since >= self.timeout_s:
