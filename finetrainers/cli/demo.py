@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from finetrainers.config.arguments import path_argument
+from finetrainers.config.arguments import new_directory, output_directory, path_argument
+from finetrainers.config.base import read_path
 from finetrainers.config.errors import Problem
 from finetrainers.utils.addresses import resolve
-from finetrainers.utils.files import folder_problem
 from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.packaged import model_path
 from finetrainers.utils.text import nearest
@@ -32,7 +31,7 @@ def add_demo(commands: Any) -> None:
     parts = demo.add_subparsers(dest="part", metavar="PART", required=True)
 
     data = parts.add_parser("data", help="write captioned clips of colored shapes that move, as mp4 and captions.jsonl")
-    data.add_argument("directory", type=path_argument, help="new or empty directory")
+    data.add_argument("directory", type=new_directory, help="new or empty directory")
     data.add_argument("--items", type=positive_integer, default=20, help="number of clips [20]")
     data.add_argument("--look", default="plain", help="plain, or striped, which the demo model has never seen")
     data.add_argument("--motion", help="one motion only, such as zigzag, which the demo model has never seen")
@@ -41,17 +40,17 @@ def add_demo(commands: Any) -> None:
     data.set_defaults(run=_data, check=_check_data)
 
     vae = parts.add_parser("vae", help="fit the demo model's VAE (seconds) and measure it on other clips")
-    vae.add_argument("directory", type=path_argument, help="new or empty directory")
-    vae.set_defaults(run=_vae, check=lambda arguments: directory_problems(arguments.directory))
+    vae.add_argument("directory", type=new_directory, help="new or empty directory")
+    vae.set_defaults(run=_vae)
 
     build = parts.add_parser("build", help="train the demo model from random weights (two hours); resumes if stopped")
-    build.add_argument("directory", type=path_argument, help="output directory; existing results are kept")
+    build.add_argument("directory", type=output_directory, help="output directory; existing results are kept")
     build.add_argument("--steps", type=positive_integer, help="optimizer steps [those of the shipped model]")
     build.add_argument("--clips", type=positive_integer, help="training clips [those of the shipped model]")
     build.set_defaults(run=_build)
 
     measure = parts.add_parser("measure", help="sample captions and measure what the samples show")
-    measure.add_argument("directory", type=path_argument, help="directory of the figures and a contact sheet")
+    measure.add_argument("directory", type=output_directory, help="directory of the figures and a contact sheet")
     measure.add_argument("--model", help="model in diffusers layout [the demo model]")
     measure.add_argument("--lora", type=path_argument, help="LoRA, or a run directory with one")
     measure.add_argument("--items", type=positive_integer, default=200, help="number of captions [200]")
@@ -69,7 +68,7 @@ def add_demo(commands: Any) -> None:
 
 def add_demonstration(parser: argparse.ArgumentParser, function: str, *, steps: int, **directory: Any) -> None:
     """Add the arguments of a demonstration, `module:name` in `finetrainers.demo`, which knows its number of steps."""
-    parser.add_argument("directory", type=path_argument, **directory)
+    parser.add_argument("directory", type=output_directory, **directory)
     parser.add_argument("--steps", type=positive_integer, help=f"optimizer steps [{steps}]")
     parser.set_defaults(run=_run_demonstration, demonstration=function)
 
@@ -87,7 +86,7 @@ def _check_data(arguments: argparse.Namespace) -> list[Problem]:
     problems = _unknown("--look", arguments.look, LOOKS)
     if arguments.motion is not None:
         problems += _unknown("--motion", arguments.motion, tuple(MOTIONS))
-    return problems + directory_problems(arguments.directory)
+    return problems
 
 
 def _data(arguments: argparse.Namespace) -> int:
@@ -122,19 +121,22 @@ def _build(arguments: argparse.Namespace) -> int:
 
 def _check_measure(arguments: argparse.Namespace) -> Iterator[Problem]:
     """Yield the problems with the command's arguments, and set the path of the model."""
-    from finetrainers.demo.measure import MODEL
+    from finetrainers.demo.measure import MODEL, find_lora
     from finetrainers.demo.world import LOOKS
 
     yield from _unknown("--look", arguments.look, LOOKS)
     try:
-        arguments.model = Path(model_path(arguments.model or MODEL))
+        arguments.model = read_path(model_path(MODEL if arguments.model is None else arguments.model))
         if not (arguments.model / "model_index.json").is_file():
             message = f"{arguments.model} is not a directory in diffusers layout (no model_index.json)"
             yield Problem("--model", message, "not_found")
     except ValueError as error:
         yield Problem.from_error("--model", error)
-    if arguments.lora is not None and not arguments.lora.exists():
-        yield Problem("--lora", f"file or directory not found: {arguments.lora}", "not_found")
+    if arguments.lora is not None:
+        try:
+            arguments.lora = find_lora(arguments.lora)
+        except ValueError as error:
+            yield Problem.from_error("--lora", error)
 
 
 def _measure(arguments: argparse.Namespace) -> int:
@@ -149,10 +151,3 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 def _unknown(option: str, value: str, valid: tuple[str, ...]) -> list[Problem]:
     return [] if value in valid else [Problem(option, f"unknown value {value!r}{nearest(value, valid)}", "unknown")]
-
-
-def directory_problems(directory: Path) -> list[Problem]:
-    """Return the problem that a directory is not a new or empty one, or cannot be created."""
-    if (directory.is_dir() and not any(directory.iterdir())) or not directory.exists():
-        return [] if (problem := folder_problem(directory)) is None else [Problem("directory", problem)]
-    return [Problem("directory", f"{directory} is not an empty directory; use a new one", "occupied")]

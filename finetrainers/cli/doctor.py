@@ -19,7 +19,7 @@ from finetrainers.config.arguments import command_text, path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.flags import parse_flags
 from finetrainers.utils import exit_codes
-from finetrainers.utils.files import append_jsonl
+from finetrainers.utils.files import append_jsonl, folder_problem
 from finetrainers.utils.process_state import planning
 from finetrainers.utils.text import plural
 
@@ -72,7 +72,7 @@ def add_doctor(commands: Any) -> None:
     )
     doctor.add_argument(
         "--disk_mib",
-        type=make_number_type("not a whole number of MiB", 0),
+        type=make_number_type("must be a whole number of MiB from 0 to 1048576", 0, 1 << 20),
         metavar="N",
         help=f"size of the file to write and read; 0 skips the measurement [{_DISK_MIB}]",
     )
@@ -102,6 +102,8 @@ def _problems(arguments: argparse.Namespace) -> list[Problem]:
         for name in ("python", "rsh"):
             if getattr(arguments, name):
                 problems.append(Problem(f"--{name}", "requires --hosts", "conflict"))
+        problem = None if arguments.output_dir is None else folder_problem(arguments.output_dir)
+        problems += [] if problem is None else [Problem("--output_dir", problem)]
     else:
         if shutil.which("ssh") is None and not arguments.rsh:
             problems.append(Problem("ssh", "is not installed; apt-get install openssh-client", "not_installed"))
@@ -255,7 +257,11 @@ def _config(path: Path) -> Any:
     Raises:
         ConfigError: it cannot be run, or the path is not a config file.
     """
-    config, _ = parse_flags([str(path)], prog="finetrainers doctor")
+    try:
+        config, _ = parse_flags([f"--config={path}"], prog="finetrainers doctor")
+    except ConfigError as error:
+        places = {"--config": "CONFIG"}
+        raise ConfigError([replace(p, where=places.get(p.where, p.where)) for p in error.problems]) from None
     if config is None:
         raise ConfigError([Problem("CONFIG", f"{path} is not a config file")])
     return config

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from finetrainers.config.arguments import ArgumentParser, make_argument_type, path_argument
+from finetrainers.config.arguments import ArgumentParser, ArgumentType, path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.values import check_gpu
@@ -51,13 +51,13 @@ def own_options() -> ArgumentParser:
     )
     parser.add_argument(
         "--gpu",
-        type=make_argument_type(check_gpu),
+        type=ArgumentType(check_gpu),
         metavar="24GB",
         help="GPU to plan for, such as 24GB, h100 or 39.4GiB; prints what makes it fit",
     )
     parser.add_argument(
         "--host",
-        type=make_argument_type(read_gib),
+        type=ArgumentType(read_gib),
         metavar="64GB",
         help="host memory of the machine to plan for [this one]",
     )

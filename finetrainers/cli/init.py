@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from finetrainers.config.arguments import make_argument_type, path_argument
+from finetrainers.config.arguments import ArgumentType, path_argument
 from finetrainers.config.errors import Problem
 from finetrainers.utils import exit_codes
 from finetrainers.utils.files import folder_problem, write_text_atomic
@@ -39,7 +39,7 @@ def add_init(commands: Any) -> None:
     init.add_argument("--model", metavar="NAME", help="a Hub ID, a directory, or a demo model [by the card]")
     init.add_argument("--card", metavar="16GB", help="GPU by size or name; this, or cpu [this GPU, else cpu]")
     init.add_argument(
-        "--host", type=make_argument_type(read_gib), metavar="64GB", help="host memory to plan for [this machine's]"
+        "--host", type=ArgumentType(read_gib), metavar="64GB", help="host memory to plan for [this machine's]"
     )
     init.add_argument("--kind", metavar="KIND", help="character, style, motion or general [style]")
     init.add_argument("--trigger_word", metavar="WORD", help="calls up what the LoRA learned; none [by kind]")

@@ -14,10 +14,11 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from finetrainers.config.arguments import ArgumentParser, path_argument
+from finetrainers.config.arguments import ArgumentParser, new_directory
 from finetrainers.config.errors import CONFIGURATION, ConfigError, Problem
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.help import PREPARE, TRAIN
@@ -27,7 +28,7 @@ from finetrainers.utils.device import configure_allocator
 from finetrainers.utils.exit_in_time import exit_in_time
 from finetrainers.utils.failures import InputError, user_message
 from finetrainers.utils.launch import launch_problems, launched_rank, print_error, print_refusal
-from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
+from finetrainers.utils.logs import configure_logging, log_level_problem, quiet_progress_bars, yield_idle_threads
 from finetrainers.utils.process_state import gc_paused, planning
 from finetrainers.utils.progress import working
 from finetrainers.utils.spelling import in_command
@@ -37,7 +38,7 @@ from .cache import add_cache
 from .check import check_command
 from .check import own_options as check_options
 from .ckpt import add_ckpt
-from .demo import add_demo, add_demonstration, directory_problems
+from .demo import add_demo, add_demonstration
 from .doctor import add_doctor
 from .estimate import estimate_command
 from .estimate import own_options as estimate_options
@@ -77,13 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(argv)
     configure_logging()
     yield_idle_threads()
-    with_options_of_a_run = {
+    if _refuses_log_level():
+        return exit_codes.CONFIGURATION
+    with_own_parser: dict[str, Callable[[Sequence[str]], int]] = {
         "train": train_command, "check": check_command, "prepare": prepare_command, "estimate": estimate_command,
+        **{name: partial(_run_unparsed, name) for name in _UNPARSED},
     }  # fmt: skip
-    if argv and argv[0] in _UNPARSED:
-        return _run_unparsed(argv[0], argv[1:])
-    if argv and argv[0] in with_options_of_a_run:
-        return with_options_of_a_run[argv[0]](argv[1:])
+    if argv and argv[0] in with_own_parser:
+        return with_own_parser[argv[0]](argv[1:])
     parser = _parser()
     if argv and not argv[0].startswith("-") and argv[0] not in parser.commands.choices:
         print_error(unknown_command(argv[0], list(parser.commands.choices)))
@@ -302,7 +304,14 @@ def _cannot_start(*, joining: bool = True) -> bool:
     problems += [Problem(*problem) for problem in launch_problems()] if joining else []
     if problems:
         print_error(ConfigError(problems, of="this environment"))
-    return bool(problems)
+    return bool(problems) or _refuses_log_level()
+
+
+def _refuses_log_level() -> bool:
+    """Return whether the level of the log is invalid, and print that."""
+    if (problem := log_level_problem()) is not None:
+        print_error(ConfigError([Problem(*problem)], of="this environment"))
+    return problem is not None
 
 
 def _with_the_rest(error: ConfigError, *, preparing: bool = False) -> ConfigError:
@@ -381,7 +390,7 @@ def _add_models(commands: Any) -> None:
     tiny = commands.add_parser("tiny", **described(about, "tiny FAMILY tiny-model", training))
     tiny.add_argument("family", help="name from `finetrainers models`")
     tiny.add_argument(
-        "directory", type=path_argument, help="new or empty directory, where the model is written in diffusers layout"
+        "directory", type=new_directory, help="new or empty directory, where the model is written in diffusers layout"
     )
     tiny.add_argument("--version", help="kind of checkpoint, such as i2v or 2.3; an unknown one lists all [the first]")
     tiny.add_argument("--seed", type=int, default=0, help="seed; equal seeds give equal weights [0]")
@@ -419,15 +428,17 @@ def _models(_: argparse.Namespace | None) -> int:
 
 
 def _tiny_problems(arguments: argparse.Namespace) -> list[Problem]:
-    """Return the problems with the family, its version, and the directory of a tiny model."""
+    """Return the problem with the family of a tiny model, or else with its version."""
     from finetrainers.models.registry import tiny_builder
 
-    problems = directory_problems(arguments.directory)
+    place = "family"
     try:
+        tiny_builder(arguments.family)
+        place = "--version"
         tiny_builder(arguments.family, arguments.version)
     except KeyError as error:
-        problems.append(Problem("family", str(error.args[0]), "unknown"))
-    return problems
+        return [Problem(place, str(error.args[0]), "unknown")]
+    return []
 
 
 def _tiny(arguments: argparse.Namespace) -> int:

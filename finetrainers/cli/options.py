@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic
 
-from finetrainers.config.arguments import ArgumentParser, near_flag, split_unknown
+from finetrainers.config.arguments import ArgumentParser, ArgumentType, near_flag, split_unknown, unknown_flags
+from finetrainers.config.base import LARGEST
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.flags import flat_flag, parse_flags
 from finetrainers.config.given import RawOptions
@@ -16,10 +17,13 @@ from finetrainers.config.names import INSTEAD, unknown_option
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sample import VALIDATION_NAMES, S, options_of_runs, read_options
 from finetrainers.config.shape import choices, is_list, is_switch, kind
+from finetrainers.utils.text import shortened
+
+_DIGITS = 40  # of any number; Python refuses to read thousands
 
 
-def make_number_type(message: str, lowest: int, highest: float = math.inf) -> Callable[[str], int]:
-    """Return a function that reads a whole number of an argument.
+def make_number_type(message: str, lowest: int, highest: float = LARGEST) -> ArgumentType[int]:
+    """Return the type of an argument that is a whole number.
 
     Args:
         message: the problem with another value.
@@ -27,11 +31,13 @@ def make_number_type(message: str, lowest: int, highest: float = math.inf) -> Ca
     """
 
     def read(text: str) -> int:
-        if not text.isdecimal() or not lowest <= int(text) <= highest:
-            raise argparse.ArgumentTypeError(f"{message}, got {text!r}")
+        is_long = len(text) > _DIGITS
+        if not text.isdecimal() or is_long or not lowest <= int(text) <= highest:
+            limit = f" and at most {highest:g}" if text.isdecimal() and (is_long or int(text) > LARGEST) else ""
+            raise ValueError(f"{message}{limit}, got {shortened(repr(text))}")
         return int(text)
 
-    return read
+    return ArgumentType(read)
 
 
 #: Type of arguments that count something.
@@ -77,14 +83,14 @@ class Arguments(Generic[S]):
 def read_arguments(parser: ArgumentParser, section: type[S], argv: Sequence[str]) -> Arguments[S]:
     """Read the targets and options of a command line of a command that samples."""
     namespace, unknown = parser.parse_known_args([flat_flag(argument) for argument in argv])
-    unknown_flags, more = split_unknown(unknown)
+    flags_of_none, more = split_unknown(unknown)
     values = vars(namespace)
     targets = [*values.pop("targets"), *more]  # argparse takes those that stand together
-    problems = [*(unknown_flag(section, flag) for flag in unknown_flags), *parser.problems([])]
+    problems = [*unknown_flags(flags_of_none, partial(unknown_flag, section)), *parser.problems([])]
     own = {name: values.pop(name) for name in list(values) if name in section.model_fields}
     options, wrong = read_options(section, own)
     flags = RawOptions(values, {name: f"--{name}" for name in values})
-    return Arguments(targets, options, flags, [*problems, *wrong], bool(unknown_flags))
+    return Arguments(targets, options, flags, [*problems, *wrong], bool(flags_of_none))
 
 
 def options_parser(section: type[S], *, prog: str, usage: str, about: str, epilog: str) -> ArgumentParser:
@@ -97,9 +103,11 @@ def options_parser(section: type[S], *, prog: str, usage: str, about: str, epilo
     parser = ArgumentParser(
         prog=prog, usage=usage, description=about, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("targets", nargs="*", metavar="TARGET", help=argparse.SUPPRESS)
+    parser.add_argument("targets", type=str, nargs="*", metavar="TARGET", help=argparse.SUPPRESS)
     for name, field in section.model_fields.items():
+        # The section judges values.
         more: dict[str, Any] = {"default": argparse.SUPPRESS, "help": (field.description or "").replace("%", "%%")}
+        more |= {} if is_switch(field) else {"type": str}
         if is_switch(field):
             more["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
         elif is_list(field):
@@ -116,8 +124,8 @@ def options_parser(section: type[S], *, prog: str, usage: str, about: str, epilo
         more = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         if is_switch(fields()[name].field):
             more["action"] = argparse.BooleanOptionalAction
-        elif is_list(fields()[name].field):
-            more["nargs"] = "*"
+        else:
+            more |= {"type": str, "nargs": "*"} if is_list(fields()[name].field) else {"type": str}
         parser.add_argument(f"--{name}", **more)
     return parser
 

@@ -7,12 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from finetrainers.config.arguments import path_argument
+from finetrainers.config.arguments import ArgumentType, path_argument
 from finetrainers.config.errors import Problem
 from finetrainers.utils import exit_codes
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.text import file_size
 
+from .options import make_number_type
 from .overview import described
 from .sync import seconds
 
@@ -32,25 +33,25 @@ def add_report(commands: Any) -> None:
     where = "output file [RUN/report.html; for several runs report.html here]"
     report.add_argument("--output", type=path_argument, metavar="FILE|FOLDER", help=where)
     count = "maximum number of videos; larger ones are scaled down [36]"
-    report.add_argument("--videos", type=_parse_count, metavar="N|none", help=count)
+    report.add_argument("--videos", type=ArgumentType(_parse_count), metavar="N|none", help=count)
     every = "write the page again until training ends; the browser reloads it"
     report.add_argument("--every", type=seconds, metavar="SECONDS", help=every)
     report.set_defaults(run=_report, check=_check)
+
+
+_NUMBER = make_number_type("must be a number or none", 0)
 
 
 def _parse_count(text: str) -> int:
     """Return a number of videos; `none` is 0."""
     if text == "none":
         return 0
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a number or none, got {text!r}")
-    return int(text)
+    return _NUMBER(text)
 
 
 def _check(arguments: argparse.Namespace) -> list[Problem]:
     from finetrainers.results.reports.write import report_problems
 
-    arguments.directory = list(dict.fromkeys(arguments.directory))
     return report_problems(arguments.directory, arguments.output)
 
 

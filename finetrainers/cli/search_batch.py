@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetrainers.config.arguments import ArgumentParser, make_argument_type, path_argument
+from finetrainers.config.arguments import ArgumentParser, ArgumentType, path_argument
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.values import check_gpu
@@ -60,7 +60,7 @@ def own_options() -> ArgumentParser:
     )
     parser.add_argument(
         "--gpu",
-        type=make_argument_type(check_gpu),
+        type=ArgumentType(check_gpu),
         metavar="24GB",
         help="memory to fit [that of this machine's GPU; on a CPU, host memory]",
     )

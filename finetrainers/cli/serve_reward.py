@@ -64,20 +64,22 @@ def _check(arguments: argparse.Namespace) -> list[Problem]:
     if None not in (arguments.device, reward_device) and reward_device != arguments.device:
         message = f"{arguments.device}, but the reward has device={reward_device}"
         problems.append(Problem("--device", message, "conflict"))
+    elif arguments.device is not None:
+        arguments.reward.options["device"] = arguments.device
     return problems
 
 
 def _serve_reward(arguments: argparse.Namespace) -> int:
     entry: RewardEntry = arguments.reward
-    options = dict(entry.options)
-    if arguments.device is not None:
-        options["device"] = arguments.device
-    from finetrainers.rewards.registry import make_reward
+    from finetrainers.rewards.registry import absent_gpu, make_reward, takes_device
     from finetrainers.rewards.server import RewardServer
 
+    if takes_device(entry) and (device := absent_gpu(entry)) is not None:
+        message = f"this machine has no GPU {device} that PyTorch can use; use --device cpu, or leave it out"
+        raise ConfigError([Problem("--device", message, "unavailable")])
     quiet_progress_bars()
     try:
-        reward = make_reward(entry.reward, options)
+        reward = make_reward(entry.reward, dict(entry.options))
     except ValueError as error:
         raise ConfigError([Problem.from_error("reward", error)]) from error
     try:

@@ -3,37 +3,50 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, NoReturn, TypeVar
+from pathlib import Path
+from typing import Any, Generic, NoReturn, TypeVar
 
-from finetrainers.utils.failures import Kind
+from finetrainers.utils.failures import Kind, error_kind
+from finetrainers.utils.files import folder_problem
 from finetrainers.utils.logs import NOTES
 from finetrainers.utils.text import nearest, quoted, shortened
 
-from .base import read_path
-from .errors import ConfigError, Problem
+from .base import check_text, read_path
+from .errors import MAX_ALIKE, ConfigError, Problem
 
 T = TypeVar("T")
 
 _NUMBER = re.compile(r"-\.?\d")
 _KINDS = {"float": "a number", "int": "a whole number"}
+#: Characters of an argument without a type, and magnitude of a number: that of 64 bits, as seeds have.
+_MAX_TEXT, _MAX_NUMBER = 4096, 2.0**63
 
 
-def make_argument_type(read: Callable[[str], T]) -> Callable[[str], T]:
-    """Return a function that reads an argument with `read`, whose ValueError is the problem with it."""
+@dataclass(frozen=True)
+class ArgumentType(Generic[T]):
+    """Type of an argument; the parser enforces both functions for every command.
 
-    def read_argument(text: str) -> T:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+    Attributes:
+        read: reads it; a ValueError is the problem with it.
+        check: returns the problem with a readable value, and its kind, or None; the command's own check is made even
+            so, to report all problems together.
+    """
 
-    return read_argument
+    read: Callable[[str], T]
+    check: Callable[[T], tuple[str, Kind] | None] | None = None
+
+    def __call__(self, text: str) -> T:
+        """Read an argument for argparse."""
+        return self.read(text)
 
 
 def read_command(text: str) -> list[str]:
@@ -53,11 +66,38 @@ def read_command(text: str) -> list[str]:
     return words
 
 
+def _check_directory(path: Path) -> tuple[str, Kind] | None:
+    problem = folder_problem(path)
+    return None if problem is None else (problem, "invalid")
+
+
+def _check_new_directory(path: Path) -> tuple[str, Kind] | None:
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        return f"{path} is not an empty directory; use a new one", "occupied"
+    return _check_directory(path)
+
+
+def _read_plain_text(text: str) -> str:
+    """Return the text of an argument without a type.
+
+    Raises:
+        ValueError: it is empty, too long, or not text.
+    """
+    if not text.strip():
+        raise ValueError("must not be empty")
+    if len(text) > _MAX_TEXT:
+        raise ValueError(f"must have at most {_MAX_TEXT} characters, got {len(text)}")
+    check_text(text)
+    return text
+
+
 #: Types of arguments that are commands: as words, and as text.
-command_argument = make_argument_type(read_command)
-command_text = make_argument_type(lambda text: shlex.join(read_command(text)))
-#: Type of arguments that are paths.
-path_argument = make_argument_type(read_path)
+command_argument = ArgumentType(read_command)
+command_text = ArgumentType(lambda text: shlex.join(read_command(text)))
+#: Types of arguments that are paths: of any kind, of an output directory, and of one that must be new or empty.
+path_argument = ArgumentType(read_path)
+output_directory = ArgumentType(read_path, check=_check_directory)
+new_directory = ArgumentType(read_path, check=_check_new_directory)
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -68,6 +108,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     # argparse sets its attributes in `__init__`; these are of one command line.
     _messages: dict[argparse.Action, list[tuple[str, Kind]]]
+    _unusable: list[Problem]  # with values that can be read
     _seen_actions: set[argparse.Action]
     _required: list[argparse.Action]
 
@@ -106,7 +147,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """Return the arguments, with defaults in place of wrong values, and the unknown arguments."""
-        self._messages, self._seen_actions = {}, set()
+        self._messages, self._unusable, self._seen_actions = {}, [], set()
         self._negative_number_matcher = _NUMBER  # argparse takes -1e-4 for a flag
         self.allow_abbrev = False
         self._required = [action for action in self._actions if action.required]
@@ -129,11 +170,13 @@ class ArgumentParser(argparse.ArgumentParser):
             unknown: arguments that the parser does not know, as `parse_known_args` gives them.
         """
         flags, stray = split_unknown(unknown)
-        suggestions = {flag: near_flag(flag, self.flags) for flag in flags}
-        problems = [
-            Problem(flag, f"unknown flag{f'; did you mean {near}?' if near else ''}", "unknown")
-            for flag, near in suggestions.items()
-        ]
+        suggestions = {flag: near_flag(flag, self.flags) for flag in flags[:MAX_ALIKE]}
+
+        def describe(flag: str) -> Problem:
+            near = suggestions[flag]
+            return Problem(flag, f"unknown flag{f'; did you mean {near}?' if near else ''}", "unknown")
+
+        problems = unknown_flags(flags, describe)
         if stray:
             problems.append(Problem("", f"unexpected {format_arguments(stray)}"))
         for action, messages in self._messages.items():
@@ -142,6 +185,7 @@ class ArgumentParser(argparse.ArgumentParser):
                     Problem(display_name(action), message, kind, about=(action.dest,))
                     for message, kind in dict.fromkeys(messages)
                 ]
+        problems += self._unusable
         for action in self._required:
             if action not in self._seen_actions and not {*action.option_strings} & {*suggestions.values()}:
                 problems.append(Problem(display_name(action), f"is required: {_describe_values(action)}", "required"))
@@ -212,15 +256,36 @@ class ArgumentParser(argparse.ArgumentParser):
         if not arg_strings and action in self._messages and action.nargs != 0:
             return action.default
         values = super()._get_values(action, arg_strings)  # type: ignore[misc]
-        return action.default if action in self._messages else values
+        if action in self._messages:
+            return action.default
+        if isinstance(action.type, ArgumentType):
+            self._check_values(action, action.type, values if isinstance(values, list) else [values])
+        return values
+
+    def _check_values(self, action: argparse.Action, kind: ArgumentType[Any], values: Sequence[Any]) -> None:
+        """Record the problems with readable values of an argument: those of its type, and repeated paths."""
+        problems = [kind.check(value) for value in values if kind.check is not None and value is not None]
+        paths = Counter(os.path.realpath(value) for value in values if isinstance(value, Path))
+        problems += [(f"{path} is given {count} times; give it once", "duplicate")
+                     for path, count in paths.items() if count > 1]  # fmt: skip
+        self._unusable += [Problem(display_name(action), *problem, (action.dest,)) for problem in problems if problem]
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
-            return super()._get_value(action, arg_string)  # type: ignore[misc]
+            if isinstance(action.type, ArgumentType):
+                return action.type.read(arg_string)
+            if action.type is None and action.choices is None:
+                return _read_plain_text(arg_string)
+            value = super()._get_value(action, arg_string)  # type: ignore[misc]
+            if isinstance(value, (int, float)) and not abs(value) < _MAX_NUMBER:
+                raise ValueError(f"must be a finite number below 2^63, got {shortened(quoted(arg_string))}")
+            return value
         except argparse.ArgumentError as error:
             kind = _KINDS.get(getattr(action.type, "__name__", ""))
             self._refuse(action, f"must be {kind}, got {shortened(quoted(arg_string))}" if kind else error.message)
-            return arg_string
+        except ValueError as error:
+            self._refuse(action, str(error), error_kind(error))
+        return arg_string
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
@@ -241,6 +306,12 @@ def split_unknown(unknown: Sequence[str]) -> tuple[list[str], list[str]]:
     first = is_flag.index(True) if True in is_flag else len(unknown)
     flags = [argument.partition("=")[0] for argument, flag in zip(unknown, is_flag, strict=True) if flag]
     return list(dict.fromkeys(flags)), list(unknown[:first])
+
+
+def unknown_flags(flags: Sequence[str], describe: Callable[[str], Problem]) -> list[Problem]:
+    """Return the problems with unknown flags; suggestions, which take time, only for those that a message lists."""
+    others = [Problem(flag, "unknown flag", "unknown") for flag in flags[MAX_ALIKE:]]
+    return [*map(describe, flags[:MAX_ALIKE]), *others]
 
 
 def near_flag(flag: str, flags: Iterable[str]) -> str | None:

@@ -51,7 +51,7 @@ class Section(BaseModel):
             if isinstance(text, (str, Path)):
                 check_text(str(text))
         if isinstance(value, Path):
-            if str(raw_value) == "":
+            if not str(raw_value).strip():
                 raise ValueError("must not be empty; set a path, or remove the option")
             return Path(expand_home(str(value)))
         return value

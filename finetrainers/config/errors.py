@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from finetrainers.utils.failures import Kind, error_kind
 from finetrainers.utils.spelling import is_command, spelled
-from finetrainers.utils.text import nearest, quoted, shortened
+from finetrainers.utils.text import nearest, plural, quoted, shortened
 
 from .keywords import keyword_place
 
@@ -35,6 +36,8 @@ _BOUNDS = {
     "less_than_equal": "must be at most {le}",
     "less_than": "must be below {lt}",
 }
+#: Problems of one kind that a message lists.
+MAX_ALIKE = 50
 #: Default subject of problems in messages.
 CONFIGURATION = "this configuration"
 
@@ -96,15 +99,26 @@ class ConfigError(ValueError):
         self.wrong = frozenset(wrong)
         self.of = of
         self._hint = hint
-        super().__init__(str(self))
+        super().__init__(self.problems)
 
     def __str__(self) -> str:
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        texts = [str(problem) for problem in self.problems]
+        texts = list(self._texts())
         if len(texts) == 1 and "\n" in texts[0]:  # one that is a list already
             return texts[0]
         lines = "\n".join("  - " + text.replace("\n", "\n    ") for text in texts)
         return f"{count} with {self.of}:\n{lines}{f'{chr(10)}{self._hint}' if self._hint else ''}"
+
+    def _texts(self) -> Iterator[str]:
+        """Yield the text of each problem; of many of one kind, the first, and the number of the others."""
+        counts: Counter[Kind] = Counter()
+        for problem in self.problems:
+            counts[problem.kind] += 1
+            if counts[problem.kind] <= MAX_ALIKE:
+                yield str(problem)
+        for kind, count in counts.items():
+            if count > MAX_ALIKE:
+                yield f"and {plural(count - MAX_ALIKE, 'more problem')} of the last kind ({kind})"
 
 
 def _number(bound: Any) -> str:

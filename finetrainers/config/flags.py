@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from .arguments import ArgumentParser, format_arguments, near_flag, path_argument, split_unknown
+from .arguments import ArgumentParser, format_arguments, near_flag, path_argument, split_unknown, unknown_flags
 from .errors import ConfigError, Problem
 from .given import RawOptions
 from .help import TRAIN, Guide, help_text
@@ -43,11 +43,11 @@ def make_parser(prog: str, *, guide: Guide = TRAIN) -> ArgumentParser:
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{prog} --help {name} says which"}
         if is_switch(option.field):
             options["action"] = argparse.BooleanOptionalAction
-        elif is_list(option.field):
-            options["nargs"] = "*"
+        else:  # the sections judge values
+            options |= {"type": str, "nargs": "*"} if is_list(option.field) else {"type": str}
         parser.add_argument(f"--{name}", **options)
     for name in OTHER_NAMES:
-        parser.add_argument(f"--{name}", action=_Other, nargs="*", default=argparse.SUPPRESS)
+        parser.add_argument(f"--{name}", action=_Other, type=str, nargs="*", default=argparse.SUPPRESS)
     return parser
 
 
@@ -150,14 +150,13 @@ def read_flags(
     if values.pop("list_models"):
         return path, None
     flags, stray = split_unknown(unknown)
-    problems = [*own_problems]
-    for flag in flags:
-        near = near_flag(flag, own)
-        name = flag.lstrip("-").removeprefix("no-")
+
+    def describe(flag: str) -> Problem:
+        near, name = near_flag(flag, own), flag.lstrip("-").removeprefix("no-")
         other = unknown_option(name, f"--{name}")
-        problems.append(
-            Problem(flag, f"unknown flag; did you mean {near}?" if near else other.message, "unknown", other.about)
-        )
+        return Problem(flag, f"unknown flag; did you mean {near}?" if near else other.message, "unknown", other.about)
+
+    problems = [*own_problems, *unknown_flags(flags, describe)]
     if stray:
         problems.append(Problem("command line", f"unexpected {format_arguments(stray)}; values follow their flag"))
     problems += parser.problems([])

@@ -21,6 +21,7 @@ from finetrainers.plan.ready import get_ready
 from finetrainers.plan.start_report import print_line
 from finetrainers.rundir.find import scan_checkpoints
 from finetrainers.runs.run import run
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.files import write_json_atomic
 
 from .base import SHIFT, build_base
@@ -142,7 +143,10 @@ def measure_weights(
     """
     pipeline = load_pipeline(weights)
     if lora is not None:
-        pipeline.load_lora_weights(str(lora))
+        try:
+            pipeline.load_lora_weights(str(lora))
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise InputError(f"{lora} cannot be loaded as a LoRA of {weights}: {error}", "mismatch") from error
     captions = scene_captions(held_out_scenes(items, look=look))
     started = perf_counter()
     measured = measure(pipeline, captions)

@@ -12,9 +12,11 @@ import torch
 from diffusers import LTXPipeline
 
 from finetrainers.config.root import TrainConfig
+from finetrainers.plan.initial_weights import find_initial_weights
 from finetrainers.plan.ready import get_ready
 from finetrainers.plan.start_report import print_line
 from finetrainers.runs.run import run
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.packaged import model_path
 from finetrainers.utils.progress import Meter
 from finetrainers.utils.seeding import generator
@@ -50,6 +52,20 @@ class Measured:
         """The share of all attributes in the captions that the clips show."""
         hits = [value for c, r in zip(self.captions, self.readings, strict=True) for value in matches(r, c).values()]
         return sum(hits) / len(hits)
+
+
+def find_lora(source: Path) -> Path:
+    """Return the file of a LoRA, or of the one that a run directory or a checkpoint holds.
+
+    Raises:
+        ValueError: there is none, or it is of another model.
+    """
+    weights = find_initial_weights(str(source))
+    if weights.kind != "lora":
+        raise InputError(f"{weights.path} holds all weights of a network; use a LoRA", "mismatch")
+    if weights.model_name not in (None, "ltx_video"):
+        raise InputError(f"{source} is a LoRA of {weights.model_name}, and the demo model is ltx_video", "mismatch")
+    return weights.path
 
 
 def load_pipeline(weights: Path) -> LTXPipeline:

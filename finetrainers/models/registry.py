@@ -139,8 +139,8 @@ def tiny_builder(name: str, version: str | None = None) -> str:
     if family.tiny is None:
         raise KeyError(f"model family {name!r} has no tiny model")
     if version is not None and version not in family.tiny_versions:
-        versions = ", ".join(family.tiny_versions) or "leave it out"
-        raise KeyError(f"{name} has no tiny model {version!r}; valid: {versions}")
+        versions = f"valid: {', '.join(family.tiny_versions)}" if family.tiny_versions else "it has one; leave it out"
+        raise KeyError(f"unknown version {version!r} of {name}; {versions}")
     return family.tiny
 
 

@@ -19,11 +19,10 @@ from pathlib import Path
 
 from finetrainers.config.sections import RunSection
 from finetrainers.utils.alive import register_watchdog
+from finetrainers.utils.backstop import Backstop
 from finetrainers.utils.exit_codes import HUNG
 from finetrainers.utils.faults import min_hang_seconds
 from finetrainers.utils.running_time import TICK_S, RunningClock
-
-from .backstop import Backstop
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,9 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from .failures import Kind
+from .text import quoted, shortened
+
 #: Loggers that announce, on every start, optional parts that are not installed.
 _CHATTER = (
     "bitsandbytes",
@@ -26,6 +29,8 @@ _NO_NEWS = (
     "Mismatch dtype between input and weight",
     "OptimState.* does not implement _stable_hash_for_caching",
 )
+_VARIABLE = "FINETRAINERS_LOG_LEVEL"
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 #: Logger of a command's notes to its user, apart from results: `note: ...`, without level and module.
 NOTES = logging.getLogger("finetrainers").getChild("notes")
 
@@ -92,8 +97,16 @@ def quiet_libraries() -> Iterator[None]:
         yield
 
 
+def log_level_problem() -> tuple[str, str, Kind] | None:
+    """Return the place, message and kind of an invalid FINETRAINERS_LOG_LEVEL, or None."""
+    level = os.environ.get(_VARIABLE, "INFO")
+    if level.upper() in _LEVELS:
+        return None
+    return _VARIABLE, f"unknown value {shortened(quoted(level))}; valid: {', '.join(_LEVELS)}", "unknown"
+
+
 def _level() -> str:
-    return os.environ.get("FINETRAINERS_LOG_LEVEL", "INFO").upper()
+    return "INFO" if log_level_problem() else os.environ.get(_VARIABLE, "INFO").upper()
 
 
 def _quiet_chatter(undo: contextlib.ExitStack) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import math
@@ -27,6 +28,8 @@ from safetensors.numpy import save_file
 from transformers import CLIPTextModel, LlamaModel
 
 import finetrainers
+from finetrainers.cli import main
+from finetrainers.config.arguments import display_name
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.common import load_scheduler
 from finetrainers.models.files.weights import check_numbers, network_on_meta
@@ -133,6 +136,92 @@ def test_content_of_files(odd: Path) -> None:
         assert ("--accelerate_config", "unreadable") in problems
     Path("a.toml").write_bytes("lr = 1".encode("utf-16"))
     assert refused_command(["train", "--config", "a.toml"]) == (2, [("--config", "unreadable")])
+
+
+def all_commands(
+    parser: argparse.ArgumentParser, words: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
+    """Every command and its parser, by the table of commands; those of commands in the place of commands with parts."""
+    parts = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not parts:
+        yield words, parser
+    for part in parts:
+        for name, inner in part.choices.items():
+            yield from all_commands(inner, (*words, name))
+
+
+COMMANDS = dict(all_commands(main._parser()))
+TEXTS, NUMBERS = ("", " ", "a\0b", "a\udcff", "x" * 5000), ("nan", "inf", LONG, "9" * 30)
+
+
+def bad_values(action: argparse.Action) -> tuple[str, ...]:
+    """Values that an argument must not have, by its declaration."""
+    if action.nargs == 0 or action.help == argparse.SUPPRESS or action.type is str:  # or sections judge them
+        return ()
+    if action.choices is not None:
+        return ("", "nosuch")
+    if action.type in (int, float):
+        return NUMBERS
+    below = ("file/below",) if getattr(action.type, "check", None) is not None else ()
+    return (*TEXTS, *below)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_argument_of_every_command_refuses_what_it_cannot_be(odd: Path, command: tuple[str, ...]) -> None:
+    Path("file").write_text("text")
+    parser = COMMANDS[command]
+    for action in parser._actions:
+        place = display_name(action)
+        for value in bad_values(action):
+            words = [f"{place}={value}"] if action.option_strings else []
+            for other in parser._actions:
+                if not other.option_strings and (other is action or other.nargs not in ("?", "*")):
+                    words.append(value if other is action else "x")
+            code, problems = refused_command([*command, *words])
+            assert (code, place) in [(2, where) for where, _ in problems], (place, value[:20], problems)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_thousands_of_unknown_flags_are_counted(
+    odd: Path, command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = 2000
+    assert refused_command([*command, *(f"--nosuch{number}" for number in range(count))])[0] == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) < 100
+    assert f"{count - 50}" in "".join(lines)
+
+
+def test_levels_of_the_log_are_known(odd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETRAINERS_LOG_LEVEL", "loud")
+    for command in (["models"], ["doctor"], ["train"], ["check"], ["sample"], ["ckpt", "ls", "x"]):
+        assert refused_command(command) == (2, [("FINETRAINERS_LOG_LEVEL", "unknown")])
+    monkeypatch.setenv("FINETRAINERS_LOG_LEVEL", "warning")
+    assert refused_command(["models"]) == (0, [])
+
+
+def test_arguments_that_say_nothing(odd: Path) -> None:
+    Path("run").mkdir()
+    Path("text").write_text("text")
+    save_file({"x": np.zeros(2, np.float32)}, "x.safetensors")
+    measure = ["demo", "measure", "new", "--lora"]
+    expected: list[tuple[list[str], tuple[str, Kind]]] = [
+        (["report", "run", "./run"], ("RUN", "duplicate")),
+        (["plot", "run", "run"], ("RUN", "duplicate")),
+        (["doctor", "--output_dir", "text/below"], ("--output_dir", "invalid")),
+        (["doctor", "text/below"], ("CONFIG", "unreadable")),
+        (["quickstart", "text/below"], ("directory", "invalid")),
+        (["demo", "build", "text/below"], ("directory", "invalid")),
+        (["tiny", "ltx_video", "new", "--version", "nosuch"], ("--version", "unknown")),
+        (["serve-reward", "clipscore", "--device", "cuda:99"], ("--device", "unavailable")),
+        (["init", "run", "--trigger_word", "x" * 300], ("--trigger_word", "too_large")),
+        ([*measure, "run"], ("--lora", "not_found")),
+        ([*measure, "text"], ("--lora", "unreadable")),
+        ([*measure, "x.safetensors"], ("--lora", "mismatch")),
+    ]
+    for command, problem in expected:
+        code, problems = refused_command(command)
+        assert (code, problem) in [(2, one) for one in problems], (command, problems)
 
 
 def test_thousands_of_unknown_keys(odd: Path) -> None:

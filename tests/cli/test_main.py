@@ -227,7 +227,7 @@ def test_tiny_writes_a_loadable_repository(tmp_path, capsys):
     assert refused_command(["tiny", "ltx_vido", tmp_path / "x"]) == (2, [("family", "unknown")])
     assert "'ltx_video'" in capsys.readouterr().err
     again = ["tiny", "ltx_video", tmp_path / "ltx", "--version", "i2v"]
-    assert refused_command(again) == (2, [("directory", "occupied"), ("family", "unknown")])
+    assert refused_command(again) == (2, [("directory", "occupied"), ("--version", "unknown")])
 
 
 #: Mistakes in every command. For each: the places of its problems, and values and names that a message must contain.

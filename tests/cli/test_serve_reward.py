@@ -79,6 +79,9 @@ def test_the_device_is_an_option_of_the_reward(served: list[Any], monkeypatch: p
     """On a machine that trains as well, by itself a server would take the GPU of the first training process."""
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(registry, "make_reward", lambda name, options: made.append(dict(options)))
+    with refused_options(("--device", "unavailable")):
+        run("clipscore", "--device", "cuda:99")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert run("clip,frames=2", "--device", "cuda:7") == 0
     assert run("clip,device=cpu", "--device", "cpu") == 0
     assert run("clip") == 0

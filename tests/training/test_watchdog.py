@@ -15,10 +15,10 @@ import pytest
 from real_process import Python
 
 from finetrainers.training import watchdog
-from finetrainers.training.backstop import Backstop
 from finetrainers.training.watchdog import Watchdog
 from finetrainers.utils import exit_codes
 from finetrainers.utils.alive import send_heartbeat, waiting
+from finetrainers.utils.backstop import Backstop
 from finetrainers.utils.progress import Meter
 from finetrainers.utils.running_time import RunningClock
 

@@ -24,6 +24,7 @@ from .offers import CPU, THIS_GPU, Answers, offered_models
 
 #: Answer for no trigger word.
 _NONE = "none"
+_MAX_WORD = 100  # bytes of a trigger word, which names the run's directory
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ def read_trigger_word(text: str) -> str:
     """
     if not text.isprintable() or ":::" in text or "@@@" in text:
         raise InputError(f"must be plain text without ::: and @@@, got {quoted(text)}")
+    if len(text.encode()) > _MAX_WORD:
+        raise InputError(f"must have at most {_MAX_WORD} bytes, got {len(text.encode())}", "too_large")
     return "" if text.strip() == _NONE else text.strip()
 
 

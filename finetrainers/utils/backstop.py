@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 #: Signal that makes the parent write its stacks and exit, and its exit code. Hardly a library uses it.
 _SIGNAL = getattr(signal, "SIGVTALRM", None)
@@ -88,10 +87,12 @@ def count_down(parent: int) -> None:
 def _is_suspended(process: int) -> bool:
     """Return whether a process is stopped, where the system lists it (Linux)."""
     try:
-        status = Path(f"/proc/{process}/stat").read_text()
+        descriptor = os.open(f"/proc/{process}/stat", os.O_RDONLY)
     except OSError:
         return False
-    return status.rpartition(")")[2].split()[0] in ("T", "t")
+    status = os.read(descriptor, 4096)
+    os.close(descriptor)
+    return status.rpartition(b")")[2].split()[0] in (b"T", b"t")
 
 
 if __name__ == "__main__":
