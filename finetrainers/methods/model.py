@@ -67,7 +67,7 @@ class Model:
 
     @cached_property
     def _plain_network(self) -> nn.Module:
-        with restored():
+        with restored(waits=True):
             return self._load_network().to(self.device).train()
 
     @cached_property
@@ -82,12 +82,12 @@ class Model:
 
     @cached_property
     def _text_encoders(self) -> ModelComponents:
-        with restored():
+        with restored(waits=True):
             return self._load_text_encoders().to(self.device)
 
     @cached_property
     def _clip_encoders(self) -> ModelComponents:
-        with restored():
+        with restored(waits=True):
             return self.spec.load_clip_encoders().to(self.device)
 
     @property
@@ -100,7 +100,7 @@ class Model:
     def _vae_stats(self) -> VAEStats:
         if "_clip_encoders" in vars(self):
             return self.spec.vae_stats(self.vae)
-        with restored():  # not on the device, where the data may have another VAE
+        with restored(waits=True):  # not on the device, where the data may have another VAE
             return self.spec.vae_stats(self.spec.load_vae())
 
     def free_encoders(self) -> None:
@@ -114,7 +114,7 @@ class Model:
     def encode_text(self, captions: Sequence[str]) -> PromptEmbeds:
         """Return the text conditioning of captions, on the device, one row each."""
         _refuse_text(captions)
-        with restored():
+        with restored(waits=True):
             return text_encoder(self.spec, self._text_encoders)(list(captions)).trimmed().to(self.device)
 
     def encode(
@@ -144,7 +144,7 @@ class Model:
         else:
             raw = self._as_raw(videos, captions or (), fps, sample_keys)
         encoder = replace(self._encoder, is_masked=any(mask is not None for mask in raw.masks))
-        with restored():
+        with restored(waits=True):
             return encoder(raw, dropout=raw is videos)
 
     @cached_property
@@ -185,7 +185,7 @@ class Model:
         """Return videos `[B, T, 3, H, W]` in [0, 1], on the CPU, of clean latents `[B, C, T', H', W']`."""
         geometry, (frames, height, width) = self.spec.facts.geometry, latents.shape[2:]
         size = ((frames - 1) * geometry.temporal + 1, height * geometry.spatial, width * geometry.spatial)
-        with restored():
+        with restored(waits=True):
             return decode_clips(self.spec, self.vae, latents.to(self.device), self._vae_stats, size)
 
     # ---- losses ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from finetrainers.data.inspect.plan import DatasetPlan
 from finetrainers.data.inspect.probe_all import ProbeOptions
 from finetrainers.data.inspect.report import make_report
 from finetrainers.methods.registry import method_spec, plan_work
+from finetrainers.utils.process_state import only_thread
 
 from .preflight import preflight
 from .rows import store_data
@@ -45,11 +46,13 @@ def check(
         The report that `finetrainers check --json` writes: `usable`, `counts`, `buckets`, `items` and more.
 
     Raises:
+        InputError: another thread of this process runs a function of finetrainers.
         ConfigError: something else is wrong with the configuration.
     """
     rows = {name: value for name, value in (("data", data), ("eval_data", eval_data)) if value is not None}
-    config, _ = store_data(as_config(config), rows)
-    report, problems = examine(config, ProbeOptions(decode=decode, duplicates=True, recall=recall, jobs=jobs))
+    with only_thread():
+        config, _ = store_data(as_config(config), rows)
+        report, problems = examine(config, ProbeOptions(decode=decode, duplicates=True, recall=recall, jobs=jobs))
     if report is None or problems:
         raise ConfigError(problems)
     return report

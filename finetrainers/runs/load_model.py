@@ -160,7 +160,7 @@ def _yield_batches(steps: Iterator[Any], count: int) -> Iterator[Any]:
     """Yield the batches of each step, loaded under the state that a run has."""
     with contextlib.closing(steps):  # type: ignore[type-var]
         for _ in range(count):
-            with restored():
+            with restored(waits=True):
                 step = next(steps)
             yield from step
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,17 +25,20 @@ from .text import quoted
 
 _CHUNK = 1 << 20
 _DAY_S = 86400.0
-#: Names of earlier versions have no group, some end in `unfinished`, and those of encoded prompts have no number.
+#: Numbers of paths, since threads of a process may write files of one name.
+_numbers = count()
+#: Names of earlier versions have no group and no last number, some end in `unfinished`, and those of encoded prompts
+#: have no process.
 _UNFINISHED = re.compile(
-    r"\.(?P<name>.+)\.((?P<group>[0-9a-f]{6})-)?(?P<pid>[0-9]{1,9})\.(?P<kind>tmp|replaced|unfinished)(\.\w+)?"
+    r"\.(?P<name>.+)\.((?P<group>[0-9a-f]{6})-)?(?P<pid>[0-9]{1,9})(-[0-9]+)?\.(?P<kind>tmp|replaced|unfinished)(\.\w+)?"
     r"|\..+\.pt\.unfinished"
 )
 _readable = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 
 
 def unfinished_path(path: Path, kind: str = "tmp") -> Path:
-    """Return the path under which this process writes what will be `path`, or, as `replaced`, keeps what it was."""
-    return path.with_name(f".{path.name}.{_process_group()}-{os.getpid()}.{kind}")
+    """Return a new path under which this process writes what will be `path`, or, as `replaced`, keeps what it was."""
+    return path.with_name(f".{path.name}.{_process_group()}-{os.getpid()}-{next(_numbers)}.{kind}")
 
 
 def sweep_unfinished(folder: Path) -> None:

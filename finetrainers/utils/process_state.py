@@ -8,19 +8,51 @@ import logging
 import os
 import random
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any
 from weakref import WeakMethod
 
 from .device import likely_device_type
+from .failures import InputError
 from .launch import launched_processes, launched_rank
 
 #: A walk over fewer new objects takes under a millisecond, less than counting the objects that were frozen.
 _FEW = 10_000
 
 
+@lru_cache(maxsize=1)
+def _lock(pid: int) -> AbstractContextManager[Any]:
+    """Return the lock of a process; a fork has its own, since the thread that holds the other one is not in it."""
+    return threading.RLock()
+
+
 @contextlib.contextmanager
-def restored() -> Iterator[list[str]]:
+def only_thread(*, waits: bool = False) -> Iterator[None]:
+    """Keep other threads from running functions of finetrainers within the block, which change state of the process.
+
+    Args:
+        waits: whether to wait for another thread.
+
+    Raises:
+        InputError: another thread runs one, and `waits` is False.
+    """
+    lock: Any = _lock(os.getpid())
+    if not lock.acquire(blocking=waits):
+        message = (
+            "another thread of this process is within a function of finetrainers, which changes state of the process"
+        )
+        raise InputError(f"{message}; call them one after another, or in separate processes", "occupied")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def restored(*, waits: bool = False) -> Iterator[list[str]]:
     """Run the block under PyTorch's and accelerate's default state, and restore that of the host program at the end.
 
     Set to their defaults and restored: default dtype and device, autocast, grad and inference mode, precision flags,
@@ -28,10 +60,14 @@ def restored() -> Iterator[list[str]]:
     threads, environment variables, levels of loggers. Determinism, anomaly detection and the number of threads stay
     as the host has set them. Imports torch and accelerate.
 
+    Args:
+        waits: see `only_thread`.
+
     Yields:
         Settings of the host that would have changed results, and have no effect within the block.
     """
     with contextlib.ExitStack() as undo:
+        undo.enter_context(only_thread(waits=waits))
         undo.enter_context(environment_restored())
         loggers = [logging.getLogger(name) for name in [None, *logging.Logger.manager.loggerDict]]
         undo.callback(_restore_loggers, [(logger, logger.level, logger.propagate) for logger in loggers])
@@ -43,14 +79,15 @@ def restored() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def environment_restored() -> Iterator[None]:
-    """Restore the environment variables at the end of the block. Imports nothing."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+    """Restore the environment variables at the end of the block, in one thread at a time. Imports nothing."""
+    with only_thread():
+        before = dict(os.environ)
+        try:
+            yield
+        finally:
+            for name in os.environ.keys() - before.keys():
+                del os.environ[name]
+            os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
 def _restore_loggers(states: Sequence[tuple[logging.Logger, int, bool]]) -> None:

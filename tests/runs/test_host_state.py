@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,7 +18,9 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry, attention_backend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from finetrainers import Callback, ConfigError, TrainState, check, load_config, train
+from finetrainers import Callback, ConfigError, TrainState, batches, check, load_config, train
+from finetrainers.utils.failures import error_kind
+from finetrainers.utils.process_state import only_thread
 
 
 def global_state() -> dict[str, Any]:
@@ -205,3 +209,43 @@ def test_a_group_of_other_processes_is_refused_before_anything_is_read(
                 train(load_config(**values, dry_run=dry_run))
             assert [problem.where for problem in refusal.value.problems] == ["process group"]
         assert not Path(values["output_dir"]).exists()
+
+
+class ChecksInAThread(Callback):
+    """Calls functions in another thread during the run, and keeps what they raise."""
+
+    def __init__(self, calls: list[Callable[[], Any]]) -> None:
+        self.calls, self.kinds = calls, list[Any]()
+
+    def on_start(self, state: TrainState) -> None:
+        thread = threading.Thread(target=self._call)
+        thread.start()
+        thread.join()
+
+    def _call(self) -> None:
+        for call in self.calls:
+            try:
+                call()
+            except ValueError as error:
+                self.kinds.append(error_kind(error))
+
+
+def test_one_thread_of_a_process_runs_at_a_time(options: Callable[..., dict], tmp_path: Path) -> None:
+    values = options(train_steps=1)
+    other = load_config(**{**values, "output_dir": str(tmp_path / "other")})
+    checks = ChecksInAThread([lambda: train(other), lambda: check(other), lambda: next(batches(other))])
+    train(load_config(**values), callbacks=[checks])
+    assert checks.kinds == ["occupied"] * 3
+    assert not (tmp_path / "other").exists()
+    again = ChecksInAThread([lambda: train(other)])
+    again.on_start(None)  # type: ignore[arg-type]
+    assert again.kinds == []
+    # A forked process does not have the thread that runs.
+    with only_thread():
+        assert multiprocessing.get_context("fork").Pool(1).apply(_runs_in_a_thread)
+
+
+def _runs_in_a_thread() -> bool:
+    checks = ChecksInAThread([lambda: only_thread().__enter__()])
+    checks.on_start(None)  # type: ignore[arg-type]
+    return not checks.kinds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,13 @@ def test_arrays_are_stored_without_loss(tmp_path: Path) -> None:
     written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
     assert store_rows(rows, data, tmp_path, name="data") == stored
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")} == written
+    # Files that are not as they were written are made again.
+    content = {path: path.read_bytes() for path in (*files, stored.path)}
+    files[0].write_bytes(content[files[2]])
+    os.truncate(files[3], 20)
+    os.truncate(stored.path, 30)
+    assert store_rows(rows, data, tmp_path, name="data") == stored
+    assert {path: path.read_bytes() for path in content} == content
 
 
 def test_rows_train_like_files_and_are_required_again(values: dict[str, Any], tmp_path: Path) -> None:

@@ -218,19 +218,21 @@ def test_only_regular_files_are_opened(tmp_path):
 
 def test_unfinished_files_of_killed_processes_are_swept(tmp_path: Path) -> None:
     """Not those of living processes, nor new ones of other machines; what was being replaced is restored."""
-    for name in ("a", "b"):
-        unfinished_path(tmp_path / name, "replaced").mkdir()
+    replaced = [unfinished_path(tmp_path / name, "replaced") for name in ("a", "b")]
+    for folder in replaced:
+        folder.mkdir()
     (tmp_path / "b").mkdir()
     mine, group = unfinished_path(tmp_path / "x.json"), unfinished_path(tmp_path / "x").name.split(".")[2].split("-")[0]
     others = [tmp_path / f".{name}.000000-7.tmp" for name in ("new", "old")]
-    dead = [tmp_path / f".dead.{group}-999999999.tmp{suffix}" for suffix in ("", ".mp4")]
+    dead = [tmp_path / f".dead.{group}-999999999{suffix}" for suffix in (".tmp", ".tmp.mp4", "-3.tmp")]
     earlier = {".x.1.tmp", ".a b.mp4.71.unfinished.mp4", ".0.pt.unfinished"}  # versions
     for path in (mine, *others, *dead, *(tmp_path / name for name in (*earlier, ".env", ".step-1.tmp"))):
         path.write_text("")
     os.utime(others[1], (0, 0))
     sweep_unfinished(tmp_path)  # this process lives
     gone = {others[1].name, *(path.name for path in dead)}
-    left = {unfinished_path(tmp_path / name, "replaced").name for name in ("a", "b")} | {mine.name, others[0].name}
+    left = {path.name for path in (*replaced, mine, others[0])}
+    assert mine != unfinished_path(tmp_path / "x.json"), "threads may write one file at the same time"
     assert {path.name for path in tmp_path.iterdir()} == left | earlier | {"b", ".env", ".step-1.tmp"}
     assert not gone & left
     for path in tmp_path.iterdir():

@@ -27,7 +27,7 @@ from .hub import as_text, media_suffix, undecoded
 from .masks import MASK
 from .rows import DataError, Row, read_lines
 from .tables import Columns, with_known_columns
-from .unpacked import MediaFolder
+from .unpacked import MediaFolder, has_digest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -103,8 +103,7 @@ def store_rows(
             break
     text = "".join(lines)
     path = media_dir / "rows" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}{SUFFIX}"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+    if not has_digest(path, path.stem):
         write_text_atomic(path, text)
     return StoredRows(path, len(lines))
 

@@ -20,7 +20,8 @@ from filelock import FileLock
 from pydantic import TypeAdapter
 
 from finetrainers.utils.append_log import whole_lines
-from finetrainers.utils.files import sweep_unfinished, unfinished_path
+from finetrainers.utils.files import file_sha256, sweep_unfinished, unfinished_path, write_text_atomic
+from finetrainers.utils.reading import read_text
 from finetrainers.utils.text import file_size
 
 from ..status import InvalidSample
@@ -134,7 +135,9 @@ class MediaFolder:
         return name, written
 
     def store_as(self, digest: str, write: Callable[[Path], None], *, suffix: str, size: int) -> Path:
-        """Return the path in the directory of a file that is named by this digest, written if it does not exist.
+        """Return the path in the directory of a file that is named by this digest.
+
+        It is written if it does not exist, or is not as it was written: a file beside it contains its own digest.
 
         Args:
             digest: of what the file holds.
@@ -147,13 +150,16 @@ class MediaFolder:
         """
         name = Path(digest[:2], f"{digest}{suffix}")
         target = self.directory / name
-        if not target.exists():
+        seal = target.with_name(f"{target.name}.sha256")
+        if not _is_sealed(target, seal):
             target.parent.mkdir(parents=True, exist_ok=True)
             self._check_free_space(size)
             temporary = unfinished_path(self.directory / "media")
             try:
                 write(temporary)
+                sha256 = file_sha256(temporary)
                 temporary.replace(target)
+                write_text_atomic(seal, sha256)
             finally:
                 temporary.unlink(missing_ok=True)
         return name
@@ -197,6 +203,22 @@ def _format_line(sample: Row) -> str:
     """Return a line of the journal."""
     changed_fields = {name: value for name, value in sample._asdict().items() if value != Row._field_defaults.get(name)}
     return json.dumps(changed_fields, default=str) + "\n"
+
+
+def _is_sealed(path: Path, seal: Path) -> bool:
+    """Return whether a file has the digest that the other one contains."""
+    try:
+        return has_digest(path, read_text(seal))
+    except OSError:
+        return False
+
+
+def has_digest(path: Path, digest: str) -> bool:
+    """Return whether there is a file whose SHA-256 begins with a digest."""
+    try:
+        return path.is_file() and file_sha256(path).startswith(digest)
+    except OSError:
+        return False
 
 
 def _is_complete(path: Path, size: int | None) -> bool:
