@@ -165,7 +165,7 @@ class Family:
         predicted = transformer.get("out_channels") or transformer.get("in_channels")
         # A transformer of another repository does not show the pipeline that it is made for.
         pipeline = None if config.transformer_id else configs.get(MODEL_INDEX, {}).get("_class_name")
-        if self.pipelines and pipeline not in (None, *self.pipelines):
+        if self.pipelines and pipeline not in (None, *self.pipelines) and similar_model is None:
             similar_model = class_lookalike(pipeline)
             remedy = "if its transformer is compatible, set it as --transformer_id"
             if similar_model is not None:
@@ -232,10 +232,12 @@ class Family:
 
 
 def _named_lookalike(config: ModelSection, configs: Configs, source: str) -> Lookalike | None:
-    """Return the kind that names of the trained network show, or the metadata of its single file, or None."""
-    owners = (trained_part(config), *(() if config.transformer_id else (MODEL_INDEX,)))
-    origins = [configs.get(owner, {}).get("_name_or_path") for owner in owners]
-    similar_model, file = id_lookalike(source, *origins), single_file(config, owners[0])
+    """Return the kind that names of the trained network show, its pipeline and scheduler, or its file, or None."""
+    part = trained_part(config)
+    owners = () if config.transformer_id else (MODEL_INDEX, "scheduler")  # not those of another repository
+    others = [configs.get(owner, {}).get(key) for owner in owners for key in ("_name_or_path", "_class_name")]
+    origins = [configs.get(part, {}).get("_name_or_path"), *others]
+    similar_model, file = id_lookalike(source, *origins), single_file(config, part)
     if similar_model is None and file is not None:
         with contextlib.suppress(OSError, ValueError):  # a damaged file is another problem
             similar_model = file_lookalike(read_header(file).metadata)

@@ -17,6 +17,8 @@ _IMAGES = "it makes images, and all families here make videos; use a trainer of 
 _BASE = "training would undo the distillation; train the model that it was distilled from"
 #: Reward finetuning trains on clips that the checkpoint samples in its few steps.
 _REWARDED = ", or finetune it with rewards, which trains in its few steps"
+#: Keys of titles in the metadata of weight files.
+TITLES = ("modelspec.title", "title", "name", "ss_output_name")
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Lookalike:
         classes: their transformers and pipelines, as configs state them.
         names: expression for the beginning of a name of the model, in plain letters and digits.
         ids: expression searched in their Hub ids and names of files, in plain letters and digits, where classes do not
-            tell.
+            tell, and in the names of classes of their pipelines and schedulers that diffusers does not have.
         can_be_rewarded: whether methods that train on a checkpoint's own samples can train it.
     """
 
@@ -90,9 +92,28 @@ LOOKALIKES = (
         ids="ltxvideo09.*(?<!un)distilled", can_be_rewarded=True,
     ),
     Lookalike(
+        "a causal Wan, distilled to few steps", "it makes a clip block by block, which is not supported; train the "
+        "model that it was distilled from",
+        ids=r"wan.*(causal|causvid|selfforc)|(causal|causvid|selfforc\w*)wan|longlive|kreareal",
+    ),
+    Lookalike(
+        "a distilled Wan", f"{_BASE}{_REWARDED}", can_be_rewarded=True,
+        ids=r"(fast|turbo|rcm)wan(2|$)|wan.*((?<!un)distil|lightx2v|22lightning|accvid|fusionx|rcm|dmd|(?<!\d)4steps?(?!\d))"
+        r"|accvid\w*wan|wan.*rapidallinone",
+    ),
+    Lookalike(
         "a distilled HunyuanVideo-1.5", "training would undo the distillation; train "
         "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v or -480p_i2v",
-        ids="hunyuanvideo15.*(?<!un)distilled",
+        ids="(hunyuanvideo|hy)15.*((?<!un)distil|lightx2v)",
+    ),
+    Lookalike(
+        # "cfgdistill" is the published model, whose guidance is an input.
+        "a distilled HunyuanVideo", f"training would undo the distillation; train hunyuanvideo-community/HunyuanVideo"
+        f"{_REWARDED}", can_be_rewarded=True, ids="fasthunyuan|hunyuan.*((?<!un)(?<!cfg)distil|accvid)|^accvideo",
+    ),
+    Lookalike(
+        "distilled to few steps", f"{_BASE}{_REWARDED}", can_be_rewarded=True,
+        ids="^(flowmatch)?(lcm|tcd)scheduler$|^selfforcingflowmatchscheduler$",
     ),
     Lookalike(
         "Kandinsky 5 for images", f"{_IMAGES}, or a checkpoint such as "
@@ -157,7 +178,9 @@ def id_lookalike(*sources: object) -> Lookalike | None:
 
 
 def file_lookalike(metadata: Mapping[str, str]) -> Lookalike | None:
-    """Return the kind that the metadata of a weight file shows: Lightricks states the steps of distilled networks."""
+    """Return the kind that the metadata of a weight file shows, by their titles or the steps that Lightricks states."""
+    if (model := id_lookalike(*map(metadata.get, TITLES))) is not None:
+        return model
     with contextlib.suppress(ValueError):
         if parse_json_object(metadata.get("config", "{}"), "config").get("allowed_inference_steps"):
             return Lookalike("distilled to few steps", _BASE + _REWARDED, can_be_rewarded=True)

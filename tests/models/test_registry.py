@@ -146,7 +146,9 @@ def test_checkpoints_that_resemble_a_family_are_refused_with_what_to_use(
      ("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v_distilled", "hunyuan_video_15"),
      ("kandinskylab/Kandinsky-5.0-T2V-Lite-distilled16steps-5s-Diffusers", "kandinsky5"),
      ("kandinskylab/Kandinsky-5.0-T2V-Lite-nocfg-10s-Diffusers", "kandinsky5"),
-     ("kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers", "kandinsky5")],
+     ("kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers", "kandinsky5"),
+     ("FastVideo/FastWan2.1-T2V-1.3B-Diffusers", "wan"),
+     ("FastVideo/FastHunyuan-diffusers", "hunyuan_video")],
 )  # fmt: skip
 def test_distilled_checkpoints_are_refused_by_their_hub_id(hub_id, family):
     if hub_id not in get_family(family).published:
@@ -157,13 +159,52 @@ def test_distilled_checkpoints_are_refused_by_their_hub_id(hub_id, family):
         ModelSection(pretrained_model_name_or_path=get_family(family).published[0], transformer_id=hub_id),
     ):
         assert [problem.kind for problem in get_family(family).problems(section)] == ["unsupported"]
-        if family.startswith("ltx"):  # their rollouts have its few steps
+        if family in ("ltx2", "ltx_video", "wan", "hunyuan_video"):  # their rollouts have its few steps
             assert get_family(family).problems(section, rewarded=True) == []
     published = [place for one in families().values() for place in one.published]
     similar = {place: id_lookalike(place) for place in published}
     assert all(model is None or model.can_be_rewarded for model in similar.values())
     if "distilled" in hub_id:
         assert id_lookalike(hub_id.replace("distilled", "undistilled")) is None
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [("lightx2v/Wan2.1-I2V-14B-480P-StepDistill-CfgDistill-Lightx2v", "a distilled Wan"),
+     ("wan2.2_i2v_A14b_high_noise_lightx2v_4step.safetensors", "a distilled Wan"),
+     ("TurboDiffusion/TurboWan2.1-T2V-1.3B-480P", "a distilled Wan"),
+     ("x/Wan2.1-T2V-1.3B-Self-Forcing-DMD", "a causal Wan, distilled to few steps"),
+     ("FastVideo/CausalWan2.2-I2V-A14B-Preview-Diffusers", "a causal Wan, distilled to few steps"),
+     ("Wan21_CausVid_14B_T2V.safetensors", "a causal Wan, distilled to few steps"),
+     ("aejion/AccVideo", "a distilled HunyuanVideo"), ("hy1.5_t2v_480p_lightx2v_4step", "a distilled HunyuanVideo-1.5"),
+     ("hunyuan_video_720_cfgdistill_fp8_e4m3fn.safetensors", None), ("runs/wan_1024steps/fast-wander", None),
+     ("runs/wan2.1-step4000", None), ("FastVideo/Wan2.1-VSA-T2V-14B-720P-Diffusers", None)],
+)  # fmt: skip
+def test_names_of_distilled_wan_and_hunyuan_video(place, name):
+    """HunyuanVideo itself is distilled for guidance, and names of users' runs have other words."""
+    similar = id_lookalike(place)
+    assert (None if similar is None else similar.name) == name
+
+
+def test_pipelines_schedulers_and_titles_show_distilled_weights(tmp_path, tiny_repo):
+    family, base = get_family("wan"), tiny_repo("wan", "t2v")
+
+    def kinds(place, **options):
+        section = ModelSection(pretrained_model_name_or_path=str(place), **options)
+        return [[problem.kind for problem in family._mismatches(section, rewarded=on)] for on in (False, True)]
+
+    for number, (file, name) in enumerate(
+        (("model_index.json", "WanDMDPipeline"), ("scheduler/scheduler_config.json", "FlowMatchLCMScheduler"))
+    ):
+        copy = tmp_path / str(number)
+        shutil.copytree(base, copy)
+        settings = json.loads((copy / file).read_text()) | {"_class_name": name}
+        (copy / file).write_text(json.dumps(settings))
+        assert kinds(copy) == [["unsupported"], []], name
+    titled = tmp_path / "x.safetensors"
+    save_file({"w": torch.zeros(1)}, titled, metadata={"modelspec.title": "Wan2.1 StepDistill"})
+    assert kinds(base, transformer_id=str(titled)) == [["unsupported"], []]
+    assert kinds(base) == kinds(copy, transformer_id=str(base / "transformer")) == [[], []]
 
 
 def test_distilled_checkpoints_are_refused_by_names_and_metadata_of_their_files(tmp_path, tiny_repo):
