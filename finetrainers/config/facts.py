@@ -163,6 +163,11 @@ class Facts:
         return self.noise_range == (0.0, 1.0) or low <= quantile < high or quantile == high == 1.0
 
     @property
+    def has_one_network(self) -> bool:
+        """True if one network denoises at all noise levels, as far as the config is on this disk."""
+        return self.boundary is None and self.first_frame != "unknown"
+
+    @property
     def expert(self) -> str | None:
         """Name of the expert that is trained, `high` or `low`, or None if there is one network."""
         return None if self.boundary is None else "low" if self.noise_range == (0.0, self.boundary) else "high"

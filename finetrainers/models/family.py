@@ -33,7 +33,7 @@ from .files.files import (
     weights_size,
 )
 from .files.hub import OFFLINE, ask, download_advice
-from .lookalikes import Lookalike, class_lookalike, file_lookalike, id_lookalike
+from .lookalikes import Lookalike, class_lookalike, file_lookalike, id_lookalike, named_expert
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,6 +61,7 @@ class Family:
             them.
         tiny: `module:function` that builds a complete tiny random repository, or None.
         dtypes: dtypes of frozen components by option, which apply unless the user sets them.
+        has_experts: whether some of its checkpoints have two experts, whose files are named for high or low noise.
         tiny_versions: values of that function's `version`, if it has one; the first is its default.
     """
 
@@ -74,6 +75,7 @@ class Family:
     starters: Mapping[str, float] = field(default_factory=dict, hash=False)
     dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
     tiny: str | None = None
+    has_experts: bool = False
     tiny_versions: tuple[str, ...] = ()
 
     def load(self, config: ModelSection, network: nn.Module | None = None) -> ModelSpec:
@@ -135,7 +137,7 @@ class Family:
             parts = self.facts_of(config).parts
         problems = file_problems(config, parts, weights=weights, device_type=device_type)
         # Files that cannot be read do not show the family.
-        return problems or list(self._mismatches(config, rewarded=rewarded))
+        return problems or [*self._mismatches(config, rewarded=rewarded), *self._misplaced_experts(config)]
 
     def _mismatches(self, config: ModelSection, *, rewarded: bool = False) -> Iterator[Problem]:
         """Yield the reasons why this family cannot train the checkpoint, each with the remedy."""
@@ -144,6 +146,7 @@ class Family:
         source = config.transformer_id or config.pretrained_model_name_or_path
         vae, transformer = (configs.get(part, {}) for part in ("vae", trained))
         similar_model = _named_lookalike(config, configs, source)
+        is_distilled = similar_model is not None
         if similar_model is not None and not (rewarded and similar_model.can_be_rewarded):
             message = f"{source} is {similar_model.description}"
             yield Problem(source_option(config, trained), message, "unsupported")
@@ -165,7 +168,7 @@ class Family:
         predicted = transformer.get("out_channels") or transformer.get("in_channels")
         # A transformer of another repository does not show the pipeline that it is made for.
         pipeline = None if config.transformer_id else configs.get(MODEL_INDEX, {}).get("_class_name")
-        if self.pipelines and pipeline not in (None, *self.pipelines) and similar_model is None:
+        if self.pipelines and pipeline not in (None, *self.pipelines) and not is_distilled:
             similar_model = class_lookalike(pipeline)
             remedy = "if its transformer is compatible, set it as --transformer_id"
             if similar_model is not None:
@@ -188,6 +191,25 @@ class Family:
                 "transformer of the same model"
             )
             yield Problem(source_option(config, "vae"), message, "conflict")
+
+    def _misplaced_experts(self, config: ModelSection) -> Iterator[Problem]:
+        """Yield a problem for each expert that is replaced by a network with the name of the other."""
+        facts = self.facts
+        with contextlib.suppress(ValueError):  # which is another problem
+            facts = self.facts_of(config)
+        for part, own in (("transformer", "high"), ("transformer_2", "low")) if self.has_experts else ():
+            source, file = replacement_source(config, part), single_file(config, part)
+            metadata = None if file is None else read_header(file).metadata
+            named = None if source is None else named_expert(source, metadata)
+            if named is None or (named == own and not facts.has_one_network):
+                continue
+            remedy = f"not for `{own}`; use the other file, or train the other expert (--expert)"
+            if facts.has_one_network:
+                base = config.pretrained_model_name_or_path
+                remedy = f"and {base} has one network for all noise levels; use a base with both experts"
+            yield Problem(
+                source_option(config, part), f"{source} is named for the expert `{named}`, {remedy}", "mismatch"
+            )
 
     def _foreign_classes(self, config: ModelSection, configs: Configs) -> dict[str, tuple[Any, str | None]]:
         """Return the other families' classes among VAE and trained part, each with the family's own, by part."""

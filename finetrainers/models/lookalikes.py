@@ -17,6 +17,8 @@ _IMAGES = "it makes images, and all families here make videos; use a trainer of 
 _BASE = "training would undo the distillation; train the model that it was distilled from"
 #: Reward finetuning trains on clips that the checkpoint samples in its few steps.
 _REWARDED = ", or finetune it with rewards, which trains in its few steps"
+#: Names of the weights of two experts: `transformer_2` is that for low noise in repositories.
+_EXPERT = re.compile(r"(high|low)[ _-]?noise|^transformer_2$", re.IGNORECASE)
 #: Keys of titles in the metadata of weight files.
 TITLES = ("modelspec.title", "title", "name", "ss_output_name")
 
@@ -92,7 +94,7 @@ LOOKALIKES = (
         ids="ltxvideo09.*(?<!un)distilled", can_be_rewarded=True,
     ),
     Lookalike(
-        "a causal Wan, distilled to few steps", "it makes a clip block by block, which is not supported; train the "
+        "a causal Wan", "it makes a clip block by block in few steps, which is not supported; train the "
         "model that it was distilled from",
         ids=r"wan.*(causal|causvid|selfforc)|(causal|causvid|selfforc\w*)wan|longlive|kreareal",
     ),
@@ -185,6 +187,19 @@ def file_lookalike(metadata: Mapping[str, str]) -> Lookalike | None:
         if parse_json_object(metadata.get("config", "{}"), "config").get("allowed_inference_steps"):
             return Lookalike("distilled to few steps", _BASE + _REWARDED, can_be_rewarded=True)
     return None
+
+
+def named_expert(source: str, metadata: Mapping[str, str] | None = None) -> str | None:
+    """Return the one of two experts, `high` or `low`, that names say which weights are, or None.
+
+    Args:
+        source: Hub id or path; its last two names count, the last one first.
+        metadata: of their file, whose titles count after them.
+    """
+    titles = [(metadata or {}).get(key, "") for key in TITLES]
+    matches = (_EXPERT.search(name) for name in (*reversed(source.split("/")[-2:]), *titles))
+    match = next(filter(None, matches), None)
+    return None if match is None else (match[1] or "low").lower()
 
 
 def name_lookalike(name: str) -> tuple[Lookalike, str] | None:

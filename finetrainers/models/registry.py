@@ -28,7 +28,7 @@ from .files.files import (
     single_file,
     trained_part,
 )
-from .lookalikes import class_lookalike, id_lookalike, name_lookalike, plain_name
+from .lookalikes import class_lookalike, id_lookalike, name_lookalike, named_expert, plain_name
 
 __all__ = [
     "FAMILIES",
@@ -36,6 +36,7 @@ __all__ = [
     "build_tiny",
     "families",
     "get_family",
+    "named_expert",
     "noise_process_name",
     "other_parts_digest",
     "register_model",

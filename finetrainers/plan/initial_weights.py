@@ -17,6 +17,7 @@ from finetrainers.config.load import load_config
 from finetrainers.config.sections import ModelSection, TrainingSection
 from finetrainers.config.values import split_part
 from finetrainers.models.files.lora_names import PREFIXES, kind_of
+from finetrainers.models.registry import named_expert
 from finetrainers.rundir.find import checkpoints_dir, find_checkpoint
 from finetrainers.rundir.manifest import MANIFEST, damage
 from finetrainers.utils.failures import InputError
@@ -32,8 +33,6 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 INITIAL_LORA = "initial_lora"
 #: Name of PEFT's settings, next to a LoRA in its format.
 PEFT_CONFIG = "adapter_config.json"
-#: Part of the names of the files of two experts.
-_EXPERT_NAME = re.compile(r"(high|low)[_-]?noise", re.IGNORECASE)
 _PART = re.compile(r"transformer(_\d+)?\.")
 _REGEX_CHARACTERS = re.compile(r"[*+?^$|()\[\]\\]")
 _LORA_NAME = re.compile(r"\.lora_?(A|B|down|up)\b|\.lora_magnitude_vector")
@@ -107,10 +106,7 @@ def with_other_expert(model: ModelSection, facts: Facts) -> ModelSection:
         if made_by is not None and made_by.expert == (model.expert or "high"):
             message = f"{run} trained the expert `{made_by.expert}`, like this run; use a run of the other expert"
             raise InputError(message, "mismatch")
-    named = _EXPERT_NAME.search(weights.path.stem)
-    if named is not None and named[1].lower() == (model.expert or "high"):
-        message = f"{weights.path} is named for the expert `{model.expert}`, which is trained; use the other file"
-        raise InputError(message, "mismatch")
+    check_expert(weights.path, "high" if model.expert == "low" else "low")
     path = str(weights.path.resolve())
     if weights.kind == "lora":
         return model.model_copy(update={"other_expert": path})
@@ -118,6 +114,18 @@ def with_other_expert(model: ModelSection, facts: Facts) -> ModelSection:
     if any(split_part(text)[0] == part for text in model.part):
         raise InputError(f"would replace the {part} of --part; remove one of them", "conflict")
     return model.model_copy(update={"other_expert": None, "part": [*model.part, f"{part}={path}"]})
+
+
+def check_expert(path: Path, expert: str | None) -> None:
+    """Refuse weights with the name of the other expert, if `expert` is not None.
+
+    Raises:
+        ValueError: they are.
+    """
+    named = named_expert(str(path), read_header(path).metadata if path.is_file() else None)
+    if expert is not None and named not in (None, expert):
+        message = f"{path} is named for the expert `{named}`, not for `{expert}`; use the other one"
+        raise InputError(message, "mismatch")
 
 
 def stored_lora(checkpoint: Path, output_dir: Path | None, sha256: str) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -48,7 +48,7 @@ from finetrainers.utils.versions import version_problem
 
 from .check_videos import check_prompt_videos
 from .chosen import SIZES, choose_adapter, choose_by_data, choose_defaults, choose_recommended, take_from_run
-from .initial_weights import InitialWeights, with_other_expert
+from .initial_weights import InitialWeights, check_expert, with_other_expert
 from .ownership import MODEL_OPTIONS, is_run, model_sources, output_dir_problems
 from .parts import CustomParts
 from .resume_plan import Start, check_fits, initial_weights, new_run, resume_run
@@ -143,6 +143,9 @@ def preflight(
     config, checkpoint, initial = _find_weights(config, family, findings, damaged or {})
     facts, is_readable = _find_facts(config, family, initial, weights=weights, findings=findings)
     config = resolve_other_expert(config, facts, findings)
+    if initial is not None and initial.kind == "lora":
+        with collecting_problems(findings.errors, "--init_from"):
+            check_expert(initial.path, config.model.expert)
     if method is not None and checkpoint is None:
         config = choose_recommended(choose_defaults(config, facts, unread=method.unread), facts)
     prompts = read_prompts(config, findings)
@@ -192,7 +195,7 @@ def _list_sizes(plan: TrainingSet, sampled: Sequence[ValidationPrompt]) -> list[
 def _find_facts(
     config: TrainConfig, family: Family, initial: InitialWeights | None, *, weights: bool, findings: Findings
 ) -> tuple[Facts, bool]:
-    """Return the model's facts, else those of published checkpoints, and whether its files have no problems."""
+    """Return the model's facts by its configs, or of published checkpoints, and whether its files have no problem."""
     check_paths(config, findings)
     has_path_problem = _has_problem(findings, MODEL_OPTIONS)
     device = target_device(config).type
@@ -203,8 +206,10 @@ def _find_facts(
         else family.problems(config.model, weights=weights, device_type=device, rewarded=rewarded)
     )
     findings.errors += attribute_to_option(problems, initial)
-    readable = not has_path_problem and not problems
-    return family.facts_of(config.model) if readable else family.facts, readable
+    facts = family.facts
+    with suppress(ValueError):  # which is one of the problems; others leave the configs readable
+        facts = family.facts_of(config.model)
+    return facts, not has_path_problem and not problems
 
 
 def _find_method(config: TrainConfig, findings: Findings) -> MethodSpec | None:

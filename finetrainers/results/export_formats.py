@@ -149,6 +149,7 @@ def find_source(given: str, *, options: Mapping[str, Any], use_ema: bool = True)
     findings = Findings()
     with collecting_problems(findings.errors, "SOURCE"):
         config = resolve_other_expert(config, family.facts_of(config.model), findings)
+        target.check_expert(config.model.expert)
     path, model = target.weights.path, target.weights.on(config.model)
     if not findings.errors and model.expert is None and family.facts_of(model).boundary is not None:
         message = "required: this model has two networks; set the one that the weights are for, `high` or `low`"

@@ -39,6 +39,7 @@ from finetrainers.plan.ownership import samples_problem
 from finetrainers.plan.preflight import (
     check_paths,
     check_pipeline_arguments,
+    collecting_problems,
     read_prompts,
     resolve_family,
     resolve_other_expert,
@@ -238,6 +239,9 @@ def plan_targets(
     _fetch(family, config)
     facts = family.facts_of(config.model)
     config = resolve_other_expert(config, facts, findings)
+    for target in targets:
+        with collecting_problems(findings.errors, "TARGET"):
+            target.check_expert(config.model.expert)
     config, prompts = _prompts(config, options, targets[0], findings, fixed_size=fixed_size)
     config = choose_defaults(config, facts)
     _check(config, facts, prompts, options, targets, findings)

@@ -16,7 +16,7 @@ from finetrainers.config.root import MEMORY, by_current_names
 from finetrainers.config.sections import ModelSection
 from finetrainers.memory.automatic import EXACT_CHOICES
 from finetrainers.models.registry import is_hub_id
-from finetrainers.plan.initial_weights import LORA_FILE, find_initial_weights, read_lora_header
+from finetrainers.plan.initial_weights import LORA_FILE, check_expert, find_initial_weights, read_lora_header
 from finetrainers.rundir.find import checkpoints_dir, find_checkpoint, scan_checkpoints, step_of
 from finetrainers.rundir.manifest import MANIFEST, read_manifest
 from finetrainers.utils.failures import InputError
@@ -82,6 +82,11 @@ class Target:
     def origin(self) -> str:
         """Name of the run or file, which distinguishes equal labels."""
         return (self.home or Path(self.given)).resolve().name
+
+    def check_expert(self, expert: str | None) -> None:
+        """Refuse a LoRA file that is named for another expert, unless its run is known."""
+        if self.weights.kind == "lora" and self.weights.path is not None and self.home is None:
+            check_expert(self.weights.path, expert)
 
 
 def find_target(name_or_path: str, *, use_ema: bool = True) -> Target:

@@ -160,10 +160,9 @@ def _check_prompt_sizes(option: str, geometry: Geometry, prompts: Sequence[Valid
 
 def _check_model(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
     model = config.model
-    if facts.boundary is None and model.expert is not None:
-        yield "expert", "this model has one network for all noise levels; remove it", "unsupported"
-    if facts.boundary is None and model.other_expert is not None:
-        yield "other_expert", "this model has one network for all noise levels; remove it", "unsupported"
+    for option in ("expert", "other_expert") if facts.has_one_network else ():
+        if config.get(option) is not None:
+            yield option, "this model has one network for all noise levels; remove it", "unsupported"
     if facts.boundary is not None and model.expert is None:
         yield (
             "expert",
@@ -503,7 +502,7 @@ def _check_validation(config: TrainConfig, facts: Facts, prompts: list[Validatio
             f"the scheduler of {config.model.model_name} needs at least {facts.least_steps}, got "
             f"{validation.validation_inference_steps}",
         )
-    if validation.validation_guidance_scale_2 is not None and facts.boundary is None:
+    if validation.validation_guidance_scale_2 is not None and facts.has_one_network:
         message = "this checkpoint has one network for all noise levels; use --validation_guidance_scale"
         yield "validation_guidance_scale_2", message, "unsupported"
     for medium, problem, kind in media_problems(prompts, facts, model=config.model.model_name):

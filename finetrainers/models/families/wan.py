@@ -109,7 +109,7 @@ FAMILY = Family(
         "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": 1.3, "Wan-AI/Wan2.2-TI2V-5B-Diffusers": 5,
         "Wan-AI/Wan2.1-T2V-14B-Diffusers": 14,
     },
-    dtypes={"vae_dtype": "fp32"},  # as in diffusers' examples: bf16 shifts colors
+    has_experts=True, dtypes={"vae_dtype": "fp32"},  # as in diffusers' examples: bf16 shifts colors
     tiny="finetrainers.models.tiny_wan:build_wan",
     tiny_versions=("t2v", "i2v", "flf2v", "ti2v", "a14b", "a14b_i2v"),
 )  # fmt: skip
