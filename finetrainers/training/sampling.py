@@ -16,6 +16,7 @@ from diffusers.utils import load_image
 from PIL import Image
 from torch import Tensor, nn
 
+from finetrainers.config.facts import Facts
 from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.data.buckets.clip import Clip
 from finetrainers.data.buckets.frames import num_available, playback_fps
@@ -142,7 +143,7 @@ def encode_prompts(
         encoded, image, last = PromptEmbeds({}), None, None
         try:
             image = None if spec.facts.media else _first_frame(prompt)
-            last = None if prompt.last_image is None else load_image(open_image(prompt.last_image))
+            last = _last_frame(prompt, spec.facts)
             if spec.facts.text_sees_image:
                 encoded = spec.encode_with_images(encoders, [prompt.prompt], [image])
             else:
@@ -212,11 +213,20 @@ def _first_frame(prompt: ValidationPrompt) -> Any:
     """Return the image that conditions a prompt's clip, or None."""
     if prompt.image is not None:
         return load_image(open_image(prompt.image))
-    if prompt.video is None:
-        return None
-    path = Path(prompt.video)
+    return None if prompt.video is None else _read_frame(Path(prompt.video), 0)
+
+
+def _last_frame(prompt: ValidationPrompt, facts: Facts) -> Any:
+    """Return the image that a prompt's clip ends with, or None: of its video, where the checkpoint always has one."""
+    if prompt.last_image is not None:
+        return load_image(open_image(prompt.last_image))
+    return _read_frame(Path(prompt.video), -1) if facts.last_frame and prompt.video else None
+
+
+def _read_frame(path: Path, index: int) -> Any:
     info = probe(path)
-    return Image.fromarray(read_frames(path, [0], height=info.height, width=info.width)[0].numpy())
+    frames = read_frames(path, [index % info.frames], height=info.height, width=info.width)
+    return Image.fromarray(frames[0].numpy())
 
 
 def _prefix(

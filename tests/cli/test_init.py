@@ -232,13 +232,18 @@ def test_the_only_clip_of_a_size_is_trained_on(here: Path) -> None:
     assert "first_frame_conditioning_p" in Path("run.toml").read_text()
 
 
+#: Further versions, whose samples begin, and of one end, with an image.
+FROM_IMAGES = (("wan", "flf2v"), ("wan", "i2v"), ("hunyuan_video_15", "i2v"), ("kandinsky5", "i2v"))
+
+
 @pytest.mark.rotating
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "version"), [*((family, None) for family in FAMILIES), *FROM_IMAGES])
 def test_every_family_gets_a_file_that_passes_its_dry_run(
-    family: str, here: Path, tiny_repo: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    family: str, version: str | None, here: Path, tiny_repo: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_mixed(here / "clips")
-    assert main(["init", "clips", "--model", str(tiny_repo(family)), "--kind", "character"]) == exit_codes.DONE
+    repo = tiny_repo(family, **({} if version is None else {"version": version}))
+    assert main(["init", "clips", "--model", str(repo), "--kind", "character"]) == exit_codes.DONE
     assert main(["train", "run.toml", "--dry_run"]) == exit_codes.DONE
     capsys.readouterr()
 

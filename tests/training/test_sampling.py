@@ -17,7 +17,7 @@ from diffusers import ClassifierFreeGuidance, LTXPipeline
 from every_family import FAMILIES, sampled_frames
 from PIL import Image
 
-from finetrainers.config.prompts import parse_validation_prompts
+from finetrainers.config.prompts import ValidationPrompt, parse_validation_prompts
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.families.ltx_video import read as ltx_video
 from finetrainers.models.ltx_video import LTXVideoSpec
@@ -36,6 +36,7 @@ from finetrainers.training.sampling import (
 )
 from finetrainers.training.state import TrainState
 from finetrainers.training.trained_weights import load_lora_weights
+from finetrainers.utils.video import write_mp4
 
 
 def test_results_on_disk_give_the_frames_of_the_last_validation(
@@ -81,6 +82,20 @@ def test_results_on_disk_give_the_frames_of_the_last_validation(
     monkeypatch.setattr("finetrainers.models.spec.VAE_BUDGET", 0.9 * spec.vae_bytes((9, 64, 64)))
     next(sample_prompts(spec, parts, requests))
     assert parts.vae.use_tiling
+
+
+def test_a_video_gives_the_last_frame_too_where_a_checkpoint_always_has_one(
+    tiny_repo: Callable[..., Path], tmp_path: Path
+) -> None:
+    levels = np.linspace(20, 235, 9, dtype=np.uint8)
+    write_mp4(tmp_path / "fade.mp4", np.broadcast_to(levels[:, None, None, None], (9, 64, 64, 3)).copy(), fps=16)
+    prompts = [ValidationPrompt(prompt="a", video=str(tmp_path / "fade.mp4"))]
+    for version, number in (("flf2v", 2), ("i2v", 1)):
+        repo = str(tiny_repo("wan", version=version))
+        spec = get_family("wan").load(ModelSection(pretrained_model_name_or_path=repo, model_name="wan"))
+        encoded = encode_prompts(spec, spec.load_text_encoders(), prompts, None)
+        given = [np.asarray(image).mean() for image in (*encoded.images, *encoded.last_images) if image is not None]
+        assert given == pytest.approx([20, 235][:number], abs=3)
 
 
 class GuidedPipeline(LTXPipeline):

@@ -105,7 +105,7 @@ def media_problems(prompts: Sequence[ValidationPrompt], facts: Facts, *, model: 
         yield "video", f"this checkpoint takes {' and '.join(facts.media)}", "required"
     if facts.needs_image and any(not (prompt.image or prompt.video or prompt.video_prefix) for prompt in prompts):
         yield "image", "this checkpoint animates an image", "required"
-    if facts.last_frame and any(prompt.last_image is None for prompt in prompts):
+    if facts.last_frame and any(not (prompt.last_image or prompt.video) for prompt in prompts):
         yield "last_image", "this checkpoint is also given the last frame", "required"
     if facts.first_frame == "none" and any(prompt.image or (prompt.video and not facts.media) for prompt in prompts):
         yield "image", f"this {model} does not take a first frame", "unsupported"

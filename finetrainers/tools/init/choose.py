@@ -180,6 +180,8 @@ def _sampling_options(
         example = items[0]
         option = "validation_images" if example["kind"] == "image" else "validation_videos"
         options[option] = ":::".join([example["path"]] * len(prompts))
+        if checked.facts.last_frame and example["kind"] == "image":
+            options["validation_last_images"] = options[option]
     return options
 
 
