@@ -42,8 +42,9 @@ from .spec import ModelSpec
 from .split.attention import AttentionFn, set_processors
 from .split.sequence import SequenceParallelPlan
 
-#: Tokens of a prompt, without the template's 128 before it; CLIP's.
-_TEXT_TOKENS, _TEMPLATE_TOKENS, _CLIP_TOKENS = 512, 128, 77
+#: Tokens of a prompt, without the template's 128 before it; CLIP's. The pipelines' calls take 512 by default, and the
+#: authors' configs 256 (`text_embedder`).
+_TEXT_TOKENS, _TEMPLATE_TOKENS, _CLIP_TOKENS = 256, 128, 77
 #: The network's timestep of process time sigma: `num_train_timesteps` of the published schedulers.
 _TIMESTEPS = 1000.0
 #: Input of the network for the first frame, encoded by itself.
@@ -202,7 +203,7 @@ def even_start(latents_BTHWC: Tensor) -> Tensor:
 class Kandinsky5Spec(ModelSpec):
     """Kandinsky 5.0 Video as its pipelines run it.
 
-    Conditions: `prompt_embeds` `[B, 512, D]` with `prompt_attention_mask`, and `pooled_prompt_embeds` `[B, D2]`.
+    Conditions: `prompt_embeds` `[B, 256, D]` with `prompt_attention_mask`, and `pooled_prompt_embeds` `[B, D2]`.
     """
 
     parts: ClassVar = {
@@ -217,6 +218,7 @@ class Kandinsky5Spec(ModelSpec):
     blocks = ("visual_transformer_blocks",)
     guides_in_one_call = False
     text_varies = True  # at batch size 1
+    text_version = "256 tokens"
     texts_at_once = 1
     text_calls: ClassVar = {
         "text_encoder": (_TEXT_TOKENS + _TEMPLATE_TOKENS, True), "text_encoder_2": (_CLIP_TOKENS, False),
@@ -311,7 +313,8 @@ class Kandinsky5Spec(ModelSpec):
         pipeline = common.build_pipeline(diffusers.Kandinsky5T2VPipeline, encoders.modules)
         states, pooled = [], []
         for prompt in prompts:
-            embeds, clip, _ = pipeline.encode_prompt([prompt], device=common.encoder_device(encoders))
+            device = common.encoder_device(encoders)
+            embeds, clip, _ = pipeline.encode_prompt([prompt], device=device, max_sequence_length=_TEXT_TOKENS)
             states.append(embeds[0, :_TEXT_TOKENS])
             pooled.append(clip)
         mask = torch.zeros(len(states), _TEXT_TOKENS, dtype=torch.bool)

@@ -118,6 +118,15 @@ def test_clips_that_start_from_an_image_are_evened_one_by_one(tiny_repo: Callabl
     assert not torch.allclose(plain, videos, atol=1e-3)
 
 
+def test_prompts_have_at_most_the_tokens_of_the_authors_configs(tiny_repo: Callable[..., Path]) -> None:
+    repo = tiny_repo("kandinsky5")
+    spec, pipeline = spec_of(repo), Kandinsky5T2VPipeline.from_pretrained(repo, dtype=torch.float32)
+    prompt = "a red ball rolls over the grass, " * 100
+    texts = spec.encode_text(spec.load_text_encoders(), [prompt])
+    assert texts.to("cpu").lengths == (256,)
+    torch.testing.assert_close(texts["prompt_embeds"], pipeline.encode_prompt(prompt, max_sequence_length=256)[0])
+
+
 @pytest.mark.rotating
 def test_short_samples_from_an_image_are_finite(tiny_repo: Callable[..., Path]) -> None:
     spec = spec_of(tiny_repo("kandinsky5", "i2v"))
