@@ -98,6 +98,7 @@ class Facts:
         lora: recommended settings of a LoRA, or None if there are none.
         defaults: options that the checkpoint's publishers recommend for training and samples, by flat name; they apply
             unless the user sets them.
+        noise_source: source of the defaults for noise levels and latents: the publishers' trainer, if there is one.
         sample_arguments: further arguments of the pipeline's calls, whole numbers, that users may set for samples.
         sample_problem: returns why a sample of a number of frames cannot have such arguments, or None if it can.
         scene: prompt for something that the model can draw, which is unlike most users' clips.
@@ -135,6 +136,7 @@ class Facts:
     heads: int | None = None
     lora: LoRASettings | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    noise_source: str = ""
     sample_arguments: tuple[str, ...] = ()
     sample_problem: Callable[[Mapping[str, int], int], str | None] | None = None
     scene: str = "a boat on a lake"

@@ -161,6 +161,7 @@ class Options(ModelOptions, total=False):
     flow_logit_std: float
     flow_mode_scale: float
     loss_weight_max: float
+    sample_posterior: bool
     training_type: Literal["lora", "full-finetune"]
     method: str
     seed: int

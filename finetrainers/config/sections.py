@@ -88,8 +88,7 @@ class ModelSection(Section):
     transformer_id: Place | None = option(None, "Replacement for the transformer to train: Hub id, directory, or a "
         "`.safetensors` file in the layout of diffusers, the original authors or ComfyUI. Its config is the base "
         "model's.", resume="unlisted", place="model")
-    vae_id: Place | None = option(None, "Replacement for the VAE, likewise.", resume="free", encodes="vae",
-        place="model")
+    vae_id: Place | None = option(None, "Replacement VAE, likewise.", resume="free", encodes="vae", place="model")
     text_encoder_dtype: DType = option("bf16", "Weight dtype of the text encoder.", resume="free", encodes="text")
     text_encoder_2_dtype: DType = option("bf16", "Weight dtype of the second text encoder.", resume="free",
         encodes="text")
@@ -287,7 +286,7 @@ class DataloaderSection(Section):
 
 
 class DiffusionSection(Section):
-    """Training noise levels and their weights."""
+    """Training noise levels, their weights, and latents. A checkpoint has defaults: docs/reference/models.md."""
 
     flow_resolution_shifting: bool = option(False, "Shift training noise levels by exp(mu), where mu grows linearly "
         "with the number of video tokens.", resume="rng")
@@ -311,6 +310,7 @@ class DiffusionSection(Section):
     flow_mode_scale: float = option(1.29, "Scale s of `mode` (SD3 paper).", resume="rng",
         needs="flow_weighting_scheme=mode", ge=-1, le=1.75)
     loss_weight_max: float = option(10.0, "Upper bound of the loss weight of a sample.", resume="rng", gt=0)
+    sample_posterior: bool = option(True, "Draw latents from the VAE's posterior, or take its mean.", resume="rng")
 
 
 class TrainingSection(Section):
@@ -505,7 +505,7 @@ class ValidationSection(Section):
     validation_images: str | None = option(None, "First frame of each prompt, as image paths or URLs joined by "
         "`validation_separator` (image-to-video).", resume="free")
     validation_videos: str | None = option(None, "Local video of each prompt, joined by `validation_separator`: its "
-        "first frame is used (image-to-video), or all of it as the control video.", resume="free")
+        "first frame is used, and the last if needed, or all of it as the control video.", resume="free")
     validation_last_images: str | None = option(None, "Last frame of each prompt, likewise, for models that support "
         "any conditioning frame (`--list_models`).", resume="free")
     validation_video_prefixes: str | None = option(None, "Local video that each sample continues, likewise: its last "

@@ -111,6 +111,7 @@ class SFT:
             scheduler_config=dict(parts.scheduler.config),
             within=parts.spec.facts.noise_range,
         )
+        self.draws_latents = config.diffusion.sample_posterior
         #: Transformer tokens per latent cell, for resolution-dependent shifts.
         self.tokens_per_latent = 1 / (geometry.patch_t * geometry.patch**2)
         data = config.data
@@ -234,7 +235,9 @@ class SFT:
         """
         device = batch.moments.device
         generators = [generator("cpu", self.seed, purpose, *key) for key in batch.sample_keys]
-        noise = standard_normal(generators, self.spec.latent_shape(batch.moments), device)
+        noise = None
+        if self.draws_latents:
+            noise = standard_normal(generators, self.spec.latent_shape(batch.moments), device)
         x0, context = self.spec.section(self.spec.latents(batch.moments, noise, self.vae_stats), generators)
         eps = standard_normal(generators, x0.shape[1:], device)
         t = self._times(generators, x0, quantile)

@@ -29,7 +29,7 @@ SEES_IMAGE = {**ON_CHANNELS, "image_dim": _CLIP_WIDTH, "added_kv_proj_dim": 48}
 _VERSIONS: dict[str, tuple[float, dict[str, Any], dict[str, Any]]] = {
     "t2v": (3.0, {}, {}),
     "i2v": (3.0, SEES_IMAGE, {}),
-    "flf2v": (5.0, {**SEES_IMAGE, "pos_embed_seq_len": 2 * IMAGE_TOKENS}, {}),
+    "flf2v": (16.0, {**SEES_IMAGE, "pos_embed_seq_len": 2 * IMAGE_TOKENS}, {}),
     "ti2v": (5.0, {"in_channels": 48, "out_channels": 48}, {"expand_timesteps": True}),
     "a14b": (3.0, {}, {"boundary_ratio": 0.875}),
     "a14b_i2v": (5.0, ON_CHANNELS, {"boundary_ratio": 0.9}),

@@ -31,7 +31,8 @@ _RECOMMENDED = ("rank", "lora_alpha", "lr", "train_steps")
 _LENGTH = ("train_steps", "train_epochs")
 #: Options that have no default of the checkpoint where another one is set.
 _INSTEAD = {
-    "flow_shift": "flow_resolution_shifting", "validation_guidance_scale_2": "validation_guidance_scale"
+    "flow_shift": "flow_resolution_shifting", "flow_resolution_shifting": "flow_shift",
+    "validation_guidance_scale_2": "validation_guidance_scale",
 }  # fmt: skip
 #: Options of sizes that a run may have chosen, and all whose values leave nothing to choose.
 SIZES = ("video_resolution_buckets", "image_resolution_buckets", "frame_buckets")
@@ -176,11 +177,19 @@ def choose_defaults(config: TrainConfig, facts: Facts, *, unread: Collection[str
         facts: of the checkpoint.
         unread: options that the method does not read, which stay at the program's defaults.
     """
+    predating = {name for name in facts.defaults if _predates(config, name)}
     config = config.without_chosen([n for n, s in config.chosen.items() if s == FAMILY and n not in _RECOMMENDED])
     open_options = {name: value for name, value in facts.defaults.items() if not config.is_given(name)}
-    replaced = {name for name, other in _INSTEAD.items() if config.is_given(other) and config.get(other)}
-    names = open_options.keys() - replaced - set(unread)
+    replaced = {name for name, other in _INSTEAD.items() if config.is_given(other) and config.changed(other)}
+    names = open_options.keys() - replaced - predating - set(unread)
     return config.with_chosen({name: value for name, value in open_options.items() if name in names}, FAMILY)
+
+
+def _predates(config: TrainConfig, name: str) -> bool:
+    """Return whether the configuration is a run's whole file from before an option, which was then at its default."""
+    section, states = fields()[name].section, {*config.chosen, *filter(config.is_given, fields())}
+    stated = {n for n, option in fields().items() if option.section == section and option.default is not None}
+    return stated - states == {name}
 
 
 def choose_adapter(

@@ -168,7 +168,8 @@ def preflight(
 
 #: Tables and options that do not decide what a run works on.
 _BESIDES_WORK = {
-    "memory", "optimizer", "enable_slicing", "enable_tiling", "enable_model_cpu_offload", "validation_frame_rate",
+    "diffusion", "memory", "optimizer", "enable_slicing", "enable_tiling", "enable_model_cpu_offload",
+    "validation_frame_rate",
 }  # fmt: skip
 
 

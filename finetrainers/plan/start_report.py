@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from finetrainers.config.root import TrainConfig, fields
+from finetrainers.config.root import FAMILY, TrainConfig, fields
 from finetrainers.utils.device import allocator_settings, likely_device_type
 from finetrainers.utils.launch import launched_rank, wrap_prose
 from finetrainers.utils.phases import PHASES, label
@@ -55,30 +55,31 @@ def print_first_line(checked: ResolvedRun, *, before: str = "") -> None:
     )
     # A note names the buckets that were just chosen; those of a resumed run have no note.
     noted = "data" if getattr(checked.plan, "chosen", {}) else None
-    print_chosen(config, *(source for source in dict.fromkeys(config.chosen.values()) if source != noted))
+    sources = set(config.chosen.values()) - {noted}
+    print_chosen(config, *sources, noise_source=checked.facts.noise_source)
     single = checked.family.single_files(config.model)
     if single:
         print_line("from single files: " + ", ".join(f"{part_name(part)} {path}" for part, path in single.items()))
 
 
-def print_chosen(config: TrainConfig, *sources: str) -> None:
+def print_chosen(config: TrainConfig, *sources: str, noise_source: str = "") -> None:
     """Print the values that the run has chosen for open options, a line for each of these sources.
 
-    Those of samples are left out if there are none.
+    Those of samples are left out if there are none. `noise_source` is that of a checkpoint's noise levels.
     """
     plain = {
         name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in config.plain().items()
     }
-    samples = config.validation.validation_prompts is not None
-    for source in sources:
-        names = [
-            name
-            for name, by in config.chosen.items()
-            if by == source and plain[name] is not None and (samples or fields()[name].section != "validation")
-        ]
-        if names:
-            values = ", ".join(f"{name} {shortened(str(plain[name]), 24)}" for name in names)
-            print_line(f"chosen ({_SOURCES.get(source, source)}): {values}")
+    hidden = "validation" if config.validation.validation_prompts is None else None
+    lines: dict[str, list[str]] = {}
+    for name, source in config.chosen.items():
+        section = fields()[name].section
+        if source in sources and plain[name] is not None and section != hidden:
+            is_noise = source == FAMILY and section == "diffusion"
+            label = f"noise as in {noise_source}" if is_noise and noise_source else _SOURCES.get(source, source)
+            lines.setdefault(label, []).append(f"{name} {shortened(str(plain[name]), 24)}")
+    for label, values in lines.items():
+        print_line(f"chosen ({label}): {', '.join(values)}")
 
 
 def sizes_on_disk(checked: ResolvedRun) -> dict[str, int | None]:

@@ -29,6 +29,7 @@ DIFFUSION = (
     "flow_resolution_shifting", "flow_base_seq_len", "flow_max_seq_len", "flow_base_shift", "flow_max_shift",
     "flow_shift",
     "flow_weighting_scheme", "flow_logit_mean", "flow_logit_std", "flow_mode_scale", "loss_weight_max",
+    "sample_posterior",
 )  # fmt: skip
 MODEL_PARTS = ("tokenizer_id", "tokenizer_2_id", "text_encoder_id", "text_encoder_2_id", "vae_id", "transformer_id")
 

@@ -35,6 +35,7 @@ from finetrainers.data.reading.datasets import read_datasets
 from finetrainers.data.reading.items import read_dataset
 from finetrainers.data.reading.status import MEANINGS
 from finetrainers.models import registry
+from finetrainers.models.noise_table import noise_table
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -259,6 +260,11 @@ def test_statuses_and_marks_are_those_of_the_code() -> None:
     assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", meanings, re.MULTILINE)) == MEANINGS
     named = report.partition("An item is")[2]
     assert {field.name for field in dataclasses.fields(ItemReport)} <= set(re.findall(r"`(\w+)`", named))
+
+
+def test_the_table_of_noise_levels_is_up_to_date() -> None:
+    page = (DOCS / "reference" / "models.md").read_text(encoding="utf-8")
+    assert page.partition("noise_table -->")[2].partition("<!--")[0].strip() == noise_table()
 
 
 def test_preset_tables_are_up_to_date() -> None:

@@ -23,6 +23,7 @@ from finetrainers.plan import chosen
 from finetrainers.plan.dry_run import dry_run_report
 from finetrainers.plan.preflight import preflight
 from finetrainers.plan.ready import get_ready
+from finetrainers.plan.start_report import print_first_line
 from finetrainers.sampling.plan import plan_samples
 from finetrainers.sampling.watch.plan import plan_watch
 from finetrainers.sampling.weights import run_source
@@ -78,7 +79,9 @@ def test_what_is_given_wins(open_options: Callable[..., dict]) -> None:
 
 def _changed(value: Any) -> Any:
     """Return another value of an option."""
-    return f"not {value}" if isinstance(value, str) else value + 1
+    if isinstance(value, str):
+        return "mode" if "logit_normal" in value else f"not {value}"
+    return not value if isinstance(value, bool) else value + 1
 
 
 @pytest.mark.parametrize("family", sorted(families()))
@@ -161,6 +164,48 @@ def test_a_copy_of_the_resolved_file_chooses_again(open_options: Callable[..., d
     assert settings(resolve(path=path, rank=2))[:2] == (2, 2)
 
 
+NOISE = ("flow_weighting_scheme", "flow_resolution_shifting", "flow_shift", "sample_posterior")
+
+
+def noise(config: TrainConfig) -> tuple[Any, ...]:
+    return tuple(config.get(name) for name in NOISE)
+
+
+def test_noise_levels_are_those_of_the_familys_trainer_unless_they_are_given(
+    open_options: Callable[..., dict], tiny_repo: Callable[..., Path], tmp_path: Path
+) -> None:
+    values = open_options("hunyuan_video")
+    first = resolve(**values)
+    assert noise(first) == ("logit_normal", False, 7.0, False)
+    (tmp_path / "prompts.txt").write_text("a ball\n")
+    rewarded = {name: value for name, value in values.items() if name not in ("data_root", "video_resolution_buckets")}
+    rewarded |= {"prompts": str(tmp_path / "prompts.txt"), "reward": ["brightness"], "rollout_size": "9x64x64"}
+    assert noise(resolve(**rewarded, method="grpo", train_steps=1)) == ("none", False, 1.0, True)
+    assert noise(resolve(**values, flow_weighting_scheme="none", sample_posterior=True)) == ("none", False, 7.0, True)
+    assert noise(resolve(**values, flow_resolution_shifting=True)) == ("logit_normal", True, 1.0, False)
+    ltx = open_options(pretrained_model_name_or_path=str(tiny_repo("ltx_video", layers=8)))  # fewer: the demo model
+    assert noise(resolve(**ltx)) == ("logit_normal", True, 1.0, True)
+    assert noise(resolve(**ltx, flow_shift=3.0)) == ("logit_normal", False, 3.0, True)
+    path = tmp_path / "config.toml"
+    for config in (first, resolve(**ltx)):
+        path.write_text(dump_toml(config))
+        assert resolve(path=path) == config
+    given = {name: first.get(name) for name in first.flat() if name.startswith("flow_") and first.get(name) is not None}
+    assert resolve(**values, **given, loss_weight_max=10.0).diffusion.sample_posterior  # a file of before this option
+
+
+def test_a_run_of_before_keeps_its_noise_levels(
+    open_options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = open_options("hunyuan_video", rank=2, train_steps=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("finetrainers.models.families.hunyuan_video._NOISE", {})
+        run(**values)
+    again = {**values, "resume_from_checkpoint": "latest", "train_steps": 2}
+    assert noise(resolve(**again)) == ("none", False, 1.0, True)
+    assert run(**again).state.step == 2
+
+
 def test_dry_runs_print_what_is_chosen_and_its_source(
     open_options: Callable[..., dict], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +215,9 @@ def test_dry_runs_print_what_is_chosen_and_its_source(
     assert all(value in line for value in ("train_steps 600", "lora_alpha 4", "lr 0.002"))
     assert ", rank" not in line
     assert "[chosen.family]" in printed
+    print_first_line(preflight(load_config(**open_options("hunyuan_video"))))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "HunyuanVideo-I2V" in line]
+    assert all(value in line for value in ("flow_shift 7.0", "sample_posterior False"))
 
 
 def test_a_resumed_run_keeps_what_its_run_had(

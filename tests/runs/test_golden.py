@@ -27,6 +27,13 @@ _READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", 
 GOLDEN = Path(__file__).parents[1] / "golden"
 UPDATE = os.environ.get("FINETRAINERS_UPDATE_GOLDEN") == "1"
 
+#: Noise levels and latents of the runs on clips, where they are not those of plain runs of the family.
+NOISE: dict[str, dict[str, Any]] = {
+    "ltx2": {"flow_resolution_shifting": False},
+    "hunyuan_video": {"flow_shift": 1.0},
+}
+for name in FAMILIES:
+    NOISE[name] = {"flow_weighting_scheme": "none", "sample_posterior": True, **NOISE.get(name, {})}
 #: Two updates of reward gradients, the second of what the first has made.
 GRADIENTS = {"method": "refl", "updates_per_rollout": 1, "num_generations": 1, "train_steps": 2}
 #: Each on another family with a LoRA than with full finetuning, so that few runs meet every pair of the three.
@@ -117,7 +124,7 @@ def test_first_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("finetrainers.data.loading.loader.load_clip", picture)
-    done = run(**options(family, clips=2, batch_size=2, training_type=training_type, train_steps=1))
+    done = run(**options(family, clips=2, batch_size=2, training_type=training_type, train_steps=1, **NOISE[family]))
     ((_, loss, grad_norm),) = done.curve("loss", "grad_norm")
     found = {"loss": loss, "grad_norm": grad_norm}
 
@@ -151,7 +158,7 @@ def test_steps_on_preference_pairs(
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = options(
         family, clips=2, method="dpo", dataset_file=str(pairs), batch_size=2, training_type=training_type,
-        train_steps=2, lr=3e-3 if training_type == "lora" else 1e-4, optimizer="adamw",
+        train_steps=2, lr=3e-3 if training_type == "lora" else 1e-4, optimizer="adamw", **NOISE[family],
     )  # fmt: skip
     names = ("loss", "margin", "grad_norm")
     found = [dict(zip(names, numbers, strict=True)) for _, *numbers in run(**values).curve(*names)]

@@ -185,7 +185,7 @@ def choose(values: dict[str, Any]) -> TrainConfig:
 
 @pytest.mark.parametrize(
     ("version", "expert", "shift", "guidance"),
-    [("t2v", None, 3.0, (5.0, None)), ("flf2v", None, 5.0, (5.0, None)), ("a14b", "high", 12.0, (4.0, 3.0)),
+    [("t2v", None, 3.0, (5.0, None)), ("flf2v", None, 16.0, (5.0, None)), ("a14b", "high", 12.0, (4.0, 3.0)),
      ("a14b_i2v", "low", 5.0, (3.5, 3.5))],
 )  # fmt: skip
 def test_open_options_have_the_published_values(

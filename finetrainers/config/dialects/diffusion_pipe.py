@@ -105,6 +105,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "
 #: Its defaults that differ from ours.
 _DEFAULTS: dict[str, Any] = {
     "flow_weighting_scheme": "logit_normal",
+    "flow_shift": 1.0,
+    "flow_resolution_shifting": False,
     "precompute_conditions": True,
     "first_frame_conditioning_p": 0.0,
 }

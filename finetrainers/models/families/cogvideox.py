@@ -64,6 +64,9 @@ def read(configs: Configs) -> Facts:
         image_optional=True,  # `noised_image_dropout` 0.05 of zeros, in sat/configs/cogvideox_5b_i2v.yaml
         # From finetune/models/cogvideox_i2v/lora_trainer.py of THUDM/CogVideo.
         first_frame_noise=(-3.0, 0.5) if animates else None,
+        # Timesteps are uniform there, too.
+        defaults={"sample_posterior": True},
+        noise_source="CogVideo's finetune/models",
         media=("control_video",) if inputs > latents and not own else (),
         misread={} if misread is None else {"comfyui": misread},
         read_notes={} if note is None else {"comfyui": note},

@@ -8,7 +8,10 @@ from finetrainers.utils.failures import InputError
 
 from ..family import CONSTANT_LR, Family
 
-_LORA = LoRASettings(128, 3e-5, 500, {"flow_weighting_scheme": "logit_normal", **CONSTANT_LR})
+_LORA = LoRASettings(128, 3e-5, 500, CONSTANT_LR)
+#: `scripts/run_train_image2video_lora.sh` of HunyuanVideo-I2V with `Transport.sample`, whose `lognorm` is logit-normal;
+#: `hyvae_extract` encodes clips to the mean. Tencent has published no trainer for text-to-video; its shift is also 7.
+_NOISE = {"flow_weighting_scheme": "logit_normal", "flow_shift": 7.0, "sample_posterior": False}
 
 
 def read(configs: Configs) -> Facts:
@@ -59,6 +62,8 @@ def read(configs: Configs) -> Facts:
         any_frame=animates or "transformer" not in configs,
         first_frame_p=1.0 if animates or sees else 0.0,
         text_sees_image=sees,
+        defaults=_NOISE,
+        noise_source="the trainer of HunyuanVideo-I2V",
     )
 
 

@@ -8,7 +8,7 @@ from finetrainers.utils.failures import InputError
 
 from ..family import CONSTANT_LR, Family
 
-_LORA = LoRASettings(32, 1e-4, 1500, {"flow_weighting_scheme": "logit_normal", **CONSTANT_LR})
+_LORA = LoRASettings(32, 1e-4, 1500, CONSTANT_LR)
 _HUB = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-"
 
 
@@ -17,7 +17,8 @@ def read(configs: Configs) -> Facts:
 
     All transformers take the latents, as many channels for the first frame, and a mask; `task_type` states whether they
     are given one, with states of the image by SigLIP. The scheduler's shift is that of samples, which depends on size
-    and task; training draws noise levels at shift 3 (`TrainingConfig` in train.py of Tencent-Hunyuan/HunyuanVideo-1.5).
+    and task; training draws logit-normal noise levels at shift 3 (`TrainingConfig` and `encode_vae` in train.py of
+    Tencent-Hunyuan/HunyuanVideo-1.5).
 
     Raises:
         ValueError: a checkpoint that takes something else, or that was distilled to few steps.
@@ -55,7 +56,13 @@ def read(configs: Configs) -> Facts:
         first_frame_p=1.0 if image_parts else 0.0,
         sees_image=bool(image_parts),
         image_optional=True,  # `TrainingConfig.i2v_prob` there; images are text-to-video (`sample_task`)
-        defaults={"flow_shift": 3.0, "validation_guidance_scale": 6.0},
+        defaults={
+            "flow_weighting_scheme": "logit_normal",
+            "flow_shift": 3.0,
+            "sample_posterior": True,
+            "validation_guidance_scale": 6.0,
+        },
+        noise_source="train.py of HunyuanVideo-1.5",
     )
 
 

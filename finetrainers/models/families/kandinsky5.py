@@ -65,11 +65,14 @@ def read(configs: Configs) -> Facts:
         animates=animates,
         # The pipeline fits the first four latent frames to the next ones; see `models.kandinsky5.even_start`.
         least_frames=17 if animates else 1,
+        # Shift of the published schedulers too; its cache of latents is drawn.
         defaults={
             "flow_shift": 5.0,
+            "sample_posterior": True,
             "validation_guidance_scale": 5.0,
             "validation_negative_prompt": NEGATIVE_PROMPT,
         },
+        noise_source="musubi-tuner's docs/kandinsky5.md",
     )
 
 

@@ -8,15 +8,9 @@ from finetrainers.utils.failures import InputError
 
 from ..family import Family
 
-#: Settings of `ltx-trainer`'s `configs/t2v_lora.yaml`, with its distribution of noise levels. It trains without given
-#: frames there, and half of the samples with the first one in `i2v_lora.yaml`.
-_LORA = LoRASettings(
-    32, 1e-4, 2000,
-    {
-        "flow_weighting_scheme": "shifted_logit_normal", "flow_resolution_shifting": True,
-        "lr_scheduler": "linear", "lr_warmup_steps": 0,
-    },
-)  # fmt: skip
+#: Settings of `ltx-trainer`'s `configs/t2v_lora.yaml`. It trains without given frames there, and half of the samples
+#: with the first one in `i2v_lora.yaml`.
+_LORA = LoRASettings(32, 1e-4, 2000, {"lr_scheduler": "linear", "lr_warmup_steps": 0})
 #: Layers of the video stream alone: names such as `to_q` also match those of sound, and between sound and video.
 _VIDEO_LAYERS = tuple(
     f"{attention}.{layer}" for attention in ("attn1", "attn2") for layer in ("to_k", "to_q", "to_v", "to_out.0")
@@ -91,12 +85,16 @@ def read(configs: Configs) -> Facts:
         unused=_UNUSED,
         lora=_LORA,
         least_steps=2,  # its schedule is stretched to end at its own level, which one step leaves undefined
-        # Those of Lightricks' `ltx-pipelines`.
+        # Those of the trainer's `ShiftedLogitNormalTimestepSampler` and VAE, and of Lightricks' `ltx-pipelines`.
         defaults={
+            "flow_weighting_scheme": "shifted_logit_normal",
+            "flow_resolution_shifting": True,
+            "sample_posterior": False,
             "validation_guidance_scale": 3.0,
             "validation_inference_steps": 40 if version == "2.0" else 30,
             "validation_negative_prompt": NEGATIVE_PROMPT,
         },
+        noise_source="Lightricks' ltx-trainer",
         version=f"LTX-{version}",
     )
 

@@ -8,9 +8,7 @@ from finetrainers.config.geometry import Geometry
 from ..family import Family
 
 _LINEAR = {"lr_scheduler": "linear", "lr_warmup_steps": 0}
-_LORA = LoRASettings(
-    32, 2e-4, 1500, {"flow_weighting_scheme": "logit_normal", "flow_resolution_shifting": True, **_LINEAR}
-)
+_LORA = LoRASettings(32, 2e-4, 1500, _LINEAR)
 _DEMO_LORA = LoRASettings(16, 2e-3, 600, _LINEAR)
 
 
@@ -38,6 +36,11 @@ def read(configs: Configs) -> Facts:
         first_frame_p=0.1,
         heads=transformer.get("num_attention_heads", 32),
         lora=_DEMO_LORA if is_small else _LORA,
+        # `ShiftedLogitNormalTimestepSampler` and `encode_video` of the trainer. The demo model was trained otherwise.
+        defaults={}
+        if is_small
+        else {"flow_weighting_scheme": "logit_normal", "flow_resolution_shifting": True, "sample_posterior": True},
+        noise_source="" if is_small else "Lightricks' LTX-Video-Trainer",
         scene="a red circle moving right on a grey background" if is_small else Facts.scene,
         least_steps=2,  # its schedule is stretched to end at its own level, which one step leaves undefined
     )

@@ -10,7 +10,7 @@ from finetrainers.utils.failures import InputError
 
 from ..family import Family
 
-#: `demos/fine_tuner/configs/lora.yaml` of Genmo's repository; its noise levels are uniform.
+#: `demos/fine_tuner/configs/lora.yaml` of Genmo's repository.
 _LORA = LoRASettings(
     16, 2e-4, 2000,
     {"lr_scheduler": "cosine", "lr_warmup_steps": 200, "weight_decay": 0.01, "caption_dropout_p": 0.1},
@@ -43,8 +43,9 @@ def read(configs: Configs) -> Facts:
         lora_targets=("attn1.to_k", "attn1.to_q", "attn1.to_v", "attn1.to_out.0"),
         lora=_LORA,
         least_steps=2,  # its linear-quadratic schedule divides by the number of linear steps, half of all
-        # Those of `demos/cli.py` of Genmo's repository.
-        defaults={"validation_guidance_scale": 6.0, "validation_inference_steps": 64},
+        # Those of `demos/cli.py` of Genmo's repository. Its `demos/fine_tuner/train.py` has uniform noise levels.
+        defaults={"sample_posterior": True, "validation_guidance_scale": 6.0, "validation_inference_steps": 64},
+        noise_source="Genmo's demos/fine_tuner",
     )
 
 

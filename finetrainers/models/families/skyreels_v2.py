@@ -45,9 +45,11 @@ def read(configs: Configs) -> Facts:
         boundary=None,
         defaults={
             "flow_shift": 5.0 if is_image_to_video else 8.0,
+            "sample_posterior": False,  # its VAE is Wan's
             "validation_guidance_scale": 5.0 if is_image_to_video else 6.0,
             "validation_negative_prompt": NEGATIVE_PROMPT,
         },
+        noise_source="samples of the authors' README; no trainer is published",
     )
     if is_image_to_video or not takes_levels:
         return facts

@@ -24,6 +24,7 @@ NEGATIVE_PROMPT = (
     "\u9759\u6b62\u4e0d\u52a8\u7684\u753b\u9762\uff0c\u6742\u4e71\u7684\u80cc\u666f\uff0c\u4e09\u6761\u817f\uff0c"
     "\u80cc\u666f\u4eba\u5f88\u591a\uff0c\u5012\u7740\u8d70"
 )
+_NO_TRAINER = "; no trainer is published"
 #: Added in front for image-to-video checkpoints of 2.1: a shaky camera; and for those with a last frame: cuts.
 _SHAKY, _CUTS = "\u955c\u5934\u6643\u52a8\uff0c", "\u955c\u5934\u5207\u6362\uff0c"
 
@@ -79,20 +80,22 @@ def read(configs: Configs, *, family: str = "wan") -> Facts:
             **_noise_defaults(configs.get("scheduler", {}), boundary, is_image_to_video=on_channels),
             "validation_negative_prompt": negative_prompt,
         },
+        noise_source=("the published scheduler" if boundary is None else "configs of Wan2.2") + _NO_TRAINER,
     )
 
 
 def _noise_defaults(scheduler: Json, boundary: float | None, *, is_image_to_video: bool) -> dict[str, Any]:
-    """Return shift and guidance of the original repositories' configs.
+    """Return shift and guidance of the published configs.
 
-    The scheduler's shift is that of the size which the checkpoint is made for, 3 at 480p and 5 at 720p. A14B has more,
-    with a guidance scale for each expert.
+    The shift is that of samples, since Wan's authors have published no trainer: of the checkpoint's scheduler, or for
+    A14B of the original repository's configs, which have a guidance scale for each expert. Their VAE encodes to the
+    mean. DiffSynth-Studio, the trainer that they name, does so and draws uniform levels at shift 5 for all.
     """
     shift, scales = scheduler.get("flow_shift", 3.0), {"validation_guidance_scale": 5.0}
     if boundary is not None:
         shift, high, low = (5.0, 3.5, 3.5) if is_image_to_video else (12.0, 4.0, 3.0)
         scales = {"validation_guidance_scale": high, "validation_guidance_scale_2": low}
-    return {"flow_shift": shift, **scales}
+    return {"flow_shift": shift, "sample_posterior": False, **scales}
 
 
 FAMILY = Family(

@@ -64,9 +64,10 @@ def _section_comments(proposal: Proposal, answers: Answers) -> dict[str, list[st
     config, kind = proposal.checked.config, KINDS[answers["kind"]]
     plain = config.plain()
     comments: dict[str, list[str]] = {}
+    noise = f"Chosen as in {proposal.checked.facts.noise_source}; to change them:"
     for name in config.chosen:
         section = fields()[name].section
-        heading = {"data": _SIZES, "training": _RECOMMENDED}.get(section)
+        heading = {"data": _SIZES, "training": _RECOMMENDED, "diffusion": noise}.get(section)
         comments.setdefault(section, _comment(heading or "")).append(f"# {_option(name, plain[name])}")
     facts = proposal.checked.facts
     if 0 < facts.first_frame_p < 1:
