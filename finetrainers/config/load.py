@@ -18,7 +18,7 @@ from finetrainers.utils.logs import NOTES
 from finetrainers.utils.packaged import find_shared, recipes
 from finetrainers.utils.reading import TOMLDecodeError, parse_toml
 from finetrainers.utils.spelling import spelled
-from finetrainers.utils.text import nearest
+from finetrainers.utils.text import nearest, shortened
 
 from .dialects.aliases import FOREIGN, translate
 from .dialects.dancegrpo_command import read_command
@@ -318,6 +318,10 @@ def _translate(error: ValidationError, where: Mapping[str, str]) -> dict[str, Pr
         table, key = str(entry["loc"][0]), str(entry["loc"][1])
         name = flat_name(key, table)
         option = fields()[name].field
+        if entry["type"] == "missing" and len(entry["loc"]) > 2:
+            value = shortened(repr(entry["input"]))
+            problems[name] = Problem(where.get(name, f"--{name}"), f"{value} is incomplete: {option.description}")
+            continue
         if entry["type"] == "missing":
             problems[name] = Problem(f"--{name}", f"is required: {option.description}", "required")
             continue

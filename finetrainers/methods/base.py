@@ -16,6 +16,8 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.diffusion.process import Process
 from finetrainers.models.spec import ModelSpec, VAEStats
 from finetrainers.utils.device import to_device
+from finetrainers.utils.failures import InputError
+from finetrainers.utils.text import shortened
 
 from .spec import BatchSource
 
@@ -195,6 +197,21 @@ class Method(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
         ...
+
+
+def micro_batch_loss(method: Method, transformer: nn.Module, batch: Any) -> tuple[Tensor, Metrics]:
+    """Return loss and metrics of a micro-batch: by its `own_loss`, or else by the method.
+
+    Raises:
+        InputError: a method of a user has returned something else.
+    """
+    result = getattr(batch, "own_loss", method.loss)(transformer, batch)
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
+    is_loss = isinstance(loss, Tensor) and loss.ndim == 0
+    if not (is_loss and isinstance(metrics, Mapping) and all(isinstance(value, Tensor) for value in metrics.values())):
+        message = "must return the loss, a tensor without dimensions, and a dictionary of such tensors"
+        raise InputError(f"{type(method).__name__}.loss {message}, got {shortened(repr(result))}", "invalid")
+    return result
 
 
 def standard_normal(

@@ -183,6 +183,8 @@ class Model:
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return videos `[B, T, 3, H, W]` in [0, 1], on the CPU, of clean latents `[B, C, T', H', W']`."""
+        if latents.ndim != 5:
+            raise InputError(f"latents must be [B, C, T, H, W], got {list(latents.shape)}", "invalid")
         geometry, (frames, height, width) = self.spec.facts.geometry, latents.shape[2:]
         size = ((frames - 1) * geometry.temporal + 1, height * geometry.spatial, width * geometry.spatial)
         with restored(waits=True):
@@ -211,12 +213,12 @@ class Model:
             batch: samples; equal keys get equal noise.
             quantile: noise level, 1 being the highest, for all samples; default: drawn for each.
         """
-        return self._supervised.noise_batch(batch, quantile=quantile)
+        return self._supervised.noise_batch(_encoded(batch), quantile=quantile)
 
     def predict(
         self,
         latents: NoisyClips | Tensor,
-        times: Tensor | None = None,
+        times: Tensor | float | None = None,
         conditions: PromptEmbeds | None = None,
         *,
         fps: float | None = None,
@@ -225,7 +227,7 @@ class Model:
 
         Args:
             latents: from `noise`; or noisy latents `[B, C, T, H, W]`, with times and conditions.
-            times: process times `[B]`: sigma from 0 to 1 for flow matching, else an index of the schedule.
+            times: process times `[B]`, or one for all: sigma from 0 to 1 for flow matching, else indices of a schedule.
             conditions: from `encode_text`, or those of a batch.
             fps: frames per second; default: those of the model.
 
@@ -234,8 +236,12 @@ class Model:
         """
         if isinstance(latents, NoisyClips):
             return self._supervised.predict(self.network, latents)
+        if not isinstance(latents, Tensor):
+            raise InputError(f"expected the result of `noise`, or a tensor, got {type(latents).__name__}", "invalid")
         if times is None or conditions is None:
             raise InputError("latents also require times and conditions", "required")
+        times = torch.as_tensor(times, device=latents.device)
+        times = times.expand(len(latents)) if times.ndim == 0 else times
         rate = torch.full((len(latents),), fps or self.spec.facts.geometry.fps, device=latents.device)
         return self.spec.predict(self.network, latents, times, conditions, VideoMeta(rate)).float()
 
@@ -249,7 +255,7 @@ class Model:
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of supervised finetuning of a micro-batch, times its share of the optimizer step."""
-        return self._supervised.loss(self.network, batch)[0]
+        return self._supervised.loss(self.network, _encoded(batch))[0]
 
     def save(self, directory: str | Path) -> Path:
         """Write the LoRA, or the fully finetuned network, in the dtype that it has; return the file, or the directory.
@@ -315,6 +321,18 @@ class Model:
         chosen = range(len(rollouts)) if clips is None else clips
         self.network.eval()
         return self._policy.log_probs(self.network, rollouts, transition, chosen)
+
+
+def _encoded(batch: Any) -> Batch:
+    """Return a batch; refuse anything else.
+
+    Raises:
+        InputError: it is not one.
+    """
+    if not isinstance(batch, Batch):
+        message = "encode it with `encode`" if isinstance(batch, RawBatch) else "see `encode` and `batches`"
+        raise InputError(f"expected a Batch, got {type(batch).__name__}; {message}", "invalid")
+    return batch
 
 
 def _refuse_text(texts: Any) -> None:

@@ -78,7 +78,8 @@ def class_problem(method_class: Any) -> str | None:
     if missing:
         protocol = "see the protocol Method of finetrainers.methods.base"
         return f"{method_class.__name__} has no {', '.join(missing)}; {protocol}"
-    return None
+    own_check = getattr(method_class, "class_problem", None)
+    return None if own_check is None else own_check()
 
 
 def _resolve(value: Any) -> Any:

@@ -130,6 +130,19 @@ class SFT:
         self.prior_weight = config.sft.prior_preservation_weight
         self.reference = reference_model(parts) if self.prior_weight else None
 
+    @classmethod
+    def class_problem(cls) -> str | None:
+        """Return why a subclass cannot train, by its loss of two small tensors, or None if they do not show it."""
+        prediction = torch.zeros(1, 2, 3, 4, 4, dtype=torch.float32, device="cpu")
+        try:
+            shape = cls.element_loss(cls.__new__(cls), prediction, torch.ones_like(prediction)).shape
+        except Exception:  # it needs what `__init__` makes
+            return None
+        if shape == prediction.shape:
+            return None
+        message = "must return the loss of each element, without a reduction"
+        return f"{cls.__name__}.element_loss {message}: of {list(prediction.shape)}, it returns {list(shape)}"
+
     def steps(self, start: int, transformer: nn.Module) -> Iterator[Step[Batch]]:
         for batches in self.batches.steps(start):
             metrics, events = self.batches.drain_events()
@@ -263,7 +276,13 @@ class SFT:
         Args:
             error: losses by element, `[B, C, T, H, W]`.
             noisy: the samples; see `errors` for masks and weights.
+
+        Raises:
+            InputError: the losses are not by element.
         """
+        if error.shape != noisy.x_t.shape:
+            message = f"a loss of each element must be {list(noisy.x_t.shape)}, without a reduction"
+            raise InputError(f"{message}, got {list(error.shape)}", "mismatch")
         weight, trained, mask = noisy.weight, noisy.trained, noisy.mask
         if trained is None and mask is None and noisy.t.ndim == 1:
             return error.flatten(1).mean(1), weight

@@ -92,13 +92,7 @@ class CustomParts:
         if (lr_at := self.lr_at) is None:
             return None
 
-        def rate(step: int) -> float:
-            value = float(lr_at(step))
-            if not 0 <= value < float("inf"):
-                raise InputError(f"lr_at({step}) must return a finite number from 0, got {value}", "invalid")
-            return value
-
-        return rate
+        return partial(_rate_at, lr_at)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -222,13 +216,28 @@ def missing_part_problems(parts: CustomParts, config: TrainConfig) -> Iterator[P
             yield Problem("--parts", message, "required")
 
 
+def _rate_at(lr_at: Callable[[int], Any], step: int) -> float:
+    """Return the learning rate of a step.
+
+    Raises:
+        InputError: it is not a finite number from 0.
+    """
+    value = lr_at(step)
+    rate = float(value) if hasattr(value, "__float__") else -1.0
+    if not 0 <= rate < float("inf"):
+        raise InputError(f"lr_at({step}) must return a finite number from 0, got {value!r}", "invalid")
+    return rate
+
+
 def _rate_problem(lr_at: Callable[[int], float]) -> str | None:
     """Return why a function is not a schedule, by its first value, or None if it may be one."""
     try:
-        rate = float(lr_at(0))
+        _rate_at(lr_at, 0)
+    except InputError as error:
+        return str(error)
     except Exception as error:  # of the user's function
         return f"lr_at(0) must return a number: {type(error).__name__}: {error}"
-    return None if 0 <= rate < float("inf") else f"lr_at(0) must be a finite number from 0, got {rate}"
+    return None
 
 
 def _lora_problems(lora: Any) -> Iterator[tuple[str, Kind]]:

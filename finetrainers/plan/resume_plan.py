@@ -286,6 +286,10 @@ def resume_run(
     return replace(start, rows=_rows(start, state, config, manifest), warnings=warnings)
 
 
+#: Beginnings of `parts` that are the data of a run.
+_DATA_PARTS = ("data=", "eval_data=", "prompts=", "eval_prompts=")
+
+
 @dataclass(frozen=True)
 class Change:
     """Setting or fact that differs from the checkpoint, with a description and the reset that allows it."""
@@ -304,6 +308,8 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, plan: TrainingS
         field = fields()[name].field if name in fields() else None
         default = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
         then = saved.get(name, default)
+        if name == "parts":  # rows and prompts are compared like those of files, by `data`
+            then, value = ([part for part in parts if not part.startswith(_DATA_PARTS)] for parts in (then, value))
         if name not in allowed or then == value:
             continue
         if name in _MODEL_FACTS and None in (saved.get(name), value):

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "mask"]
 
+#: Scores that are not usable: squares of their differences, as in deviations, overflow.
+_TOO_LARGE = 1e100
 #: Failures that concern no clip; trying the clips one by one would only take longer.
 _NOT_OF_A_CLIP = (OSError, MemoryError, torch.cuda.OutOfMemoryError)
 
@@ -203,7 +205,7 @@ class RewardSet:
             rows = torch.cat([self._finish(batches.scorer, batches.heads, *batch) for batch in batches], dim=2)
             for (label, (name, scale)), raw, is_absent in zip(batches.heads.items(), rows[0], rows[1], strict=True):
                 without = is_absent.detach().bool()
-                is_failed = ~raw.detach().isfinite() & ~without
+                is_failed = ~(raw.detach().abs() < _TOO_LARGE) & ~without  # NaN also is
                 failed_rows = is_failed.nonzero().flatten().tolist()
                 if failed_rows:
                     first = clips.part(failed_rows[0], failed_rows[0] + 1)

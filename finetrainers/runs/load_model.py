@@ -139,6 +139,8 @@ def batches(
     Raises:
         ConfigError: the configuration or the data are not valid.
     """
+    if not isinstance(start, int) or start < 0:
+        raise ConfigError([Problem("start", f"must be a whole number from 0, got {start!r}")])
     with environment_restored():
         config = load_config(config, resume_from_checkpoint=None)
         if is_method(config.training.method) and method_spec(config).samples:

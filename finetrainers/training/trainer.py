@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from finetrainers.methods.base import Step
+from finetrainers.methods.base import Step, micro_batch_loss
 from finetrainers.optim.in_backward import StepInBackward, get_step_in_backward
 from finetrainers.optim.schedules import Schedule
 from finetrainers.parallel.hardware import hardware_monitor
@@ -480,7 +480,7 @@ def accumulate_gradients(state: TrainState, micro_batches: Attempt) -> dict[str,
         _seed_global(parallel.device, derive_seed(state.config.training.seed, "step", state.step, index))
         with parallel.accumulate(state.transformer):
             with record_function("loss"):
-                loss, metrics = getattr(batch, "own_loss", state.method.loss)(state.transformer, batch)
+                loss, metrics = micro_batch_loss(state.method, state.transformer, batch)
             fault_point("loss", (loss, *metrics.values()))
             with record_function("backward"):
                 parallel.backward(loss)

@@ -170,6 +170,12 @@ def test_value_errors_from_a_file_name_its_line(tmp_path):
     assert "FRAMESxHEIGHTxWIDTH" in str(error.value)
 
 
+def test_an_incomplete_value_is_not_taken_for_a_missing_one():
+    with refused_options(("video_resolution_buckets", "invalid")) as error:
+        load_config(**BASE, video_resolution_buckets=[(9, 32)])
+    assert "[9, 32]" in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [

@@ -53,8 +53,9 @@ class Two(Reward):
                 raise ConnectionError("nobody there")
         values = {"mean": videos.mean((1, 2, 3, 4)), "range": videos.amax((1, 2, 3, 4)) - videos.amin((1, 2, 3, 4))}
         for index, prompt in enumerate(prompts):
-            for word in ("nan", "inf"):
+            for word in ("nan", "inf", "2e200"):
                 if word in prompt:
+                    values["range"] = values["range"].double()
                     values["range"][index] = float(word)
         return values
 
@@ -274,9 +275,11 @@ def test_an_exception_names_reward_clip_and_prompt_and_saves_the_clip(tmp_path: 
     assert list((tmp_path / "failures").iterdir()) == [path]
 
 
-@pytest.mark.parametrize("word", ["nan", "inf"])
-def test_a_score_that_is_not_finite_names_the_head(word: str, tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match=rf"two .*{word} .*'range' .*clip 3 .*rollout 0, .*'{word}'"):
+@pytest.mark.parametrize("word", ["nan", "inf", "2e200"])
+def test_a_score_that_is_not_finite_or_huge_names_the_head(word: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        RewardError, match=rf"two .*{re.escape(str(float(word)))} .*'range' .*clip 3 .*rollout 0, .*'{word}'"
+    ):
         panel("two.mean", "two.range", failures=tmp_path).score(clips(), words(c3=word), fps=8.0)
     assert (tmp_path / "rollout-000000-clip-0003-two.mp4").is_file()
     found = panel("two.mean").score(clips(), words(c3=word), fps=8.0)

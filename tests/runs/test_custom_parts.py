@@ -6,6 +6,7 @@ from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from torch.optim import SGD
 
 from finetrainers import Callback, TrainState, load_config, train
 from finetrainers.config.load import build_config
+from finetrainers.methods.base import micro_batch_loss
 from finetrainers.methods.sft import SFT
-from finetrainers.plan.parts import fingerprint
+from finetrainers.plan.parts import CustomParts, fingerprint
 from finetrainers.sampling.weights import find_target
 
 
@@ -33,6 +35,13 @@ class Halved(SFT):
         Halved.calls += 1
         loss, metrics = super().loss(transformer, batch)
         return loss / 2, {name: value / 2 for name, value in metrics.items()}
+
+
+class Reduced(SFT):
+    """SFT with a mean where the loss of each element belongs."""
+
+    def element_loss(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (prediction - target).abs().mean()
 
 
 def lr_at(step: int) -> float:
@@ -137,7 +146,7 @@ def test_parts_that_cannot_be_used_are_refused_before_loading(options: Callable[
     config = load_config(**options(optimizer="lion", lr_scheduler="cosine"))
     for problems, parts in {
         (("optimizer", "invalid"), ("lr_at", "invalid"), ("method", "invalid"), ("lora", "invalid")): {
-            "optimizer": 3, "lr_at": lambda step: -1.0, "method": int, "lora": {"r": 4},
+            "optimizer": 3, "lr_at": lambda step: "1", "method": Reduced, "lora": {"r": 4},
         },
         (
             ("--optimizer", "conflict"), ("--lr", "conflict"), ("--lr", "conflict"), ("--lr_scheduler", "conflict"),
@@ -161,6 +170,15 @@ def test_parts_that_cannot_be_used_are_refused_before_loading(options: Callable[
     for make in (lambda weights: None, lambda weights: SGD(weights[1:], lr=1.0)):
         with refused_options(("optimizer", "invalid")):
             train(plain, optimizer=make)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("result", [torch.tensor(1.0), (torch.ones(2), {}), (torch.tensor(1.0), {"loss": 1.0})])
+def test_what_a_loss_must_return(result: Any) -> None:
+    method: Any = SimpleNamespace(loss=lambda network, batch: result)
+    with refused("invalid", "loss"):
+        micro_batch_loss(method, torch.nn.Identity(), object())
+    with refused("invalid", "lr_at(3)"):
+        CustomParts(lr_at=lambda step: None).schedule(3)  # type: ignore[arg-type, return-value, misc]
 
 
 def test_a_network_is_trained_in_a_copy(options: Callable[..., dict], tmp_path: Path) -> None:

@@ -88,6 +88,20 @@ def test_batches_and_losses_are_those_of_training(options: Callable[..., dict], 
         model.encode(frames, ["a clip"])
     with refused("required"):
         model.predict(noisy.x_t)
+    with refused("invalid", "RawBatch"):
+        model.noise(raw)
+    with refused("invalid", "Batch"):
+        model.predict(own[0])  # type: ignore[arg-type]
+    with refused("mismatch"):
+        model.mean_loss(torch.tensor(0.5), noisy)
+    with refused("invalid"):
+        model.decode(noisy.x0[0])
+    assert torch.equal(
+        model.predict(noisy.x_t, 0.5, own[0].conditions, fps=8.0),
+        model.predict(noisy.x_t, torch.tensor([0.5, 0.5]), own[0].conditions, fps=8.0),
+    )
+    with refused_options(("start", "invalid")):
+        batches(config, start=-1)
     with refused("required"):
         model.rollout(["a ball"])
     with refused_options(("--resume_from_checkpoint", "unsupported")):

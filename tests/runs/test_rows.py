@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def test_arrays_are_stored_without_loss(tmp_path: Path) -> None:
     odd, image = clip(0, 5, 33, 47, 3), clip(1, 15, 9, 3)
     floats = torch.from_numpy(clip(2)).permute(0, 3, 1, 2) / 255
     rows = [
-        {"video": odd, "caption": "a", "fps": 12.5},
+        {"video": odd, "caption": "a", "fps": Fraction(25, 2)},
         {"video": torch.from_numpy(odd.copy()), "caption": "b"},
         {"video": floats, "caption": ["c", "d"], "fps": torch.tensor(30)},
         {"image": image, "caption": "e"},

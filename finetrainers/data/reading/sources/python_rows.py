@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -186,7 +187,7 @@ def _read_rate(rate: Any) -> float:
     if rate is None:
         return 0.0
     value = rate.item() if getattr(rate, "ndim", None) == 0 else rate
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _MAX_FPS:
+    if isinstance(value, bool) or not isinstance(value, (int, float, Fraction)) or not 0 < value <= _MAX_FPS:
         raise ValueError(f"{RATE} must be a number above 0 and at most {_MAX_FPS}, got {rate!r}")
     return float(value)
 
