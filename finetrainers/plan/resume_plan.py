@@ -309,7 +309,9 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, plan: TrainingS
         default = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
         then = saved.get(name, default)
         if name == "parts":  # rows and prompts are compared like those of files, by `data`
-            then, value = ([part for part in parts if not part.startswith(_DATA_PARTS)] for parts in (then, value))
+            then, value = (
+                [part for part in parts or () if not part.startswith(_DATA_PARTS)] for parts in (then, value)
+            )
         if name not in allowed or then == value:
             continue
         if name in _MODEL_FACTS and None in (saved.get(name), value):

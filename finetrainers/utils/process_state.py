@@ -265,7 +265,12 @@ def host_group_problem() -> str | None:
         return None
     dist = sys.modules["torch.distributed"]
     size, rank, backend = dist.get_world_size(), dist.get_rank(), str(dist.get_backend_config())
-    if (size, rank) != (launched_processes(), launched_rank()):
+    if size > 1 and not os.environ.get("RANK"):
+        message = (
+            f"the program has joined one as rank {rank} of {size}, and RANK is not set, as with accelerate's "
+            "debug_launcher: start it with torchrun, accelerate launch or notebook_launcher, which set it"
+        )
+    elif (size, rank) != (launched_processes(), launched_rank()):
         message = (
             f"the program has joined one as rank {rank} of {size}, but WORLD_SIZE and RANK are set to rank "
             f"{launched_rank()} of {launched_processes()}: start it with torchrun or accelerate launch"

@@ -138,6 +138,10 @@ def test_weights_that_a_run_begins_with_are_not_replaced(
         (message,) = problems(values, output_dir=tmp_path / "run" / name)
         assert name.split("/")[0] in message
     assert problems(values, output_dir=tmp_path / "run" / "b") == []
+    (tmp_path / "run" / "samples").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "samples", target_is_directory=True)
+    (message,) = problems(values, output_dir=tmp_path / "link" / "b")
+    assert "samples" in message
 
 
 def test_runs_of_before_are_continued_and_started_again(

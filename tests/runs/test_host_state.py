@@ -17,10 +17,11 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry, attention_backend
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetrainers import Callback, ConfigError, TrainState, batches, check, load_config, train
 from finetrainers.utils.failures import error_kind
-from finetrainers.utils.process_state import only_thread
+from finetrainers.utils.process_state import host_group_problem, only_thread
 
 
 def global_state() -> dict[str, Any]:
@@ -249,3 +250,17 @@ def _runs_in_a_thread() -> bool:
     checks = ChecksInAThread([lambda: only_thread().__enter__()])
     checks.on_start(None)  # type: ignore[arg-type]
     return not checks.kinds
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_group_without_rank_in_the_environment_is_refused_on_all_ranks(rank: int, monkeypatch) -> None:
+    """The group that accelerate's `debug_launcher` makes; rank 0 of a refused one would wait for the others."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+    try:
+        problem = host_group_problem()
+    finally:
+        dist.destroy_process_group()
+    assert problem is not None
+    assert "debug_launcher" in problem

@@ -107,7 +107,11 @@ def test_rows_train_like_files_and_are_required_again(values: dict[str, Any], tm
     other = [rows[0], {**rows[1], "caption": "c"}]
     with refused_options(("--resume_from_checkpoint", "mismatch")) as refusal:
         train(config, data=other, eval_data=rows[:1])
-    assert "data=2 rows" in str(refusal.value)
+    assert "--reset data" in str(refusal.value)
+    with refused_options(("--resume_from_checkpoint", "mismatch")):  # rows are like files, other parts are not
+        train(config, data=other, eval_data=rows[:1], lr_at=lambda step: 1e-4)
+    dry_run = load_config(config, reset=["data"], dry_run=True)
+    assert train(dry_run, data=other, eval_data=rows[1:]).config.run.parts[0].startswith("data=2 rows")
 
 
 def test_equal_pixels_at_two_rates_have_two_entries_of_the_cache(values: dict[str, Any], tmp_path: Path) -> None:

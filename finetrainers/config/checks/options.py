@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 
@@ -200,9 +201,15 @@ def _check_model(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
 
 
 def _check_lora_autocast(config: TrainConfig) -> Iterator[Finding]:
-    if config.memory.lora_autocast:
-        return
     dtype, precision = config.model.transformer_dtype, config.training.mixed_precision
+    if config.memory.lora_autocast:
+        launched, default = os.environ.get("ACCELERATE_MIXED_PRECISION"), dtype if dtype in ("bf16", "fp16") else "no"
+        if precision is None and launched not in (None, default):
+            yield (
+                f"mixed precision is {launched}, by ACCELERATE_MIXED_PRECISION of `accelerate launch` or of the "
+                f"environment; --mixed_precision {default} sets that of --transformer_dtype"
+            )
+        return
     if config.training.training_type != "lora":
         message = "full finetuning computes in 16 bits by autocast alone; remove --no-lora_autocast"
     elif precision in ("bf16", "fp16"):

@@ -132,6 +132,16 @@ def test_settings_without_effect_are_warnings(options, values):
     assert [value for value in values if value not in warning] == []
 
 
+def test_a_precision_of_the_environment_is_said_where_it_decides(monkeypatch):
+    def warnings(**options):
+        return findings(video_resolution_buckets=["49x512x768"], train_steps=5, **options).warnings
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    [warning] = warnings()
+    assert "ACCELERATE_MIXED_PRECISION" in warning
+    assert warnings(mixed_precision="bf16") == warnings(transformer_dtype="fp16") == []
+
+
 def test_a_plain_configuration_has_no_findings():
     found = findings(video_resolution_buckets=["49x512x768"], train_steps=5)
     assert (found.errors, found.warnings) == ([], [])
