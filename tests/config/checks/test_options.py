@@ -123,6 +123,7 @@ def test_errors_for_variance_preserving_models(options, where):
         ({"quantize_skip_modules": ["norm"]}, ("--quantize_skip_modules ", "without --quantize_frozen")),
         ({"lora_autocast": False, "transformer_dtype": "fp32"}, ("--no-lora_autocast ", "--transformer_dtype fp32")),
         ({"precompute_dir": "x"}, ("--precompute_dir ", "without --precompute_conditions")),
+        ({"selective_checkpointing": 0.1}, ("--selective_checkpointing 0.1 ", "90%")),
     ],
 )  # fmt: skip
 def test_settings_without_effect_are_warnings(options, values):
