@@ -8,21 +8,26 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from finetrainers.config.root import TrainConfig
+from finetrainers.config.target import planned_gpu
 from finetrainers.memory.advice import Advice, Chosen
 from finetrainers.memory.automatic import AutoSettings
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import RESERVE, fits, with_reserve
 from finetrainers.memory.phases import RunPlan
+from finetrainers.methods.registry import method_spec
 from finetrainers.parallel.sharding import with_launcher
 from finetrainers.utils.gpus import Gpu
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.phases import label
-from finetrainers.utils.text import aligned, file_size, plural
+from finetrainers.utils.text import aligned, duration, file_size, plural
 
 from .start_report import part_name
 
 if TYPE_CHECKING:
     from .memory_plan import RunMemory
+
+#: Seconds of a run on a CPU from which smaller clips are recommended.
+_LONG_ON_CPU_S = 1800
 
 
 def memory_lines(memory: RunMemory, settings: AutoSettings) -> list[str]:
@@ -41,11 +46,28 @@ def memory_lines(memory: RunMemory, settings: AutoSettings) -> list[str]:
         lines.append(f"not in it: activations of the VAE, which {memory.checked.spec.name} does not declare")
     if memory.checked.config.memory.compile != "none":
         lines.append("compiled blocks store less than this; how much is not known without a GPU")
+    lines += time_lines(memory)
     needs = memory.disk()
     disk = [f"{needs.num_checkpoints} x {file_size(needs.checkpoint)} of checkpoints"] if needs.num_checkpoints else []
     cache = memory.cache_bytes()
     disk += [f"cache {file_size(cache)}"] if cache else []
     return [*lines, f"disk: {', '.join([*disk, f'result {file_size(needs.result)}'])}"]
+
+
+def time_lines(memory: RunMemory) -> list[str]:
+    """Return the planned time of a run that trains on clips, without samples; only a run measures its steps."""
+    from .throughput import planned_flops
+
+    config = memory.checked.config
+    if not method_spec(config).learns_clips:
+        return []
+    rate, steps = planned_flops(planned_gpu(config), memory.device.type), config.training.train_steps
+    seconds = memory.step_flops() / rate
+    total = "" if steps is None else f"about {duration(steps * seconds)} for {plural(steps, 'step')} of "
+    is_long = memory.device.type == "cpu" and (steps or 0) * seconds > _LONG_ON_CPU_S
+    remedy = ["  smaller clips are faster on this CPU (resolutions, frame_buckets)"] if is_long else []
+    each = f"{seconds:.2g}" if seconds < 100 else f"{seconds:.0f}"
+    return [f"time, planned at {rate / 1e12:.2g} TFLOP/s: {total}{each} s", *remedy]
 
 
 def _phase_lines(plan: RunPlan) -> list[str]:
@@ -88,9 +110,10 @@ def automatic_lines(config: TrainConfig, settings: AutoSettings) -> list[str]:
     if settings.swapped is not None and (settings.swapped or memory.blocks_to_swap == "auto"):
         lines.append(f"{swap_label}: {settings.words['blocks_to_swap']}")
     if settings.activations is not None:
-        speed = f"a GPU of {machine.flops / 1e12:.0f} TFLOP/s, copies at {machine.link / 1e9:.0f} GB/s"
+        speed = f"a GPU of {machine.flops / 1e12:.0f} TFLOP/s, copies of {machine.link / 1e9:.0f} GB/s"
         lines += [
-            f"{activation_label}, assuming {speed}, {machine.host / GIB:.1f} GiB of host memory:",
+            f"{activation_label}, assuming {speed},",
+            f"  {machine.host / GIB:.1f} GiB of host memory:",
             f"  {settings.activations.what}",
             f"  {settings.activations.why(machine)}",
         ]

@@ -121,6 +121,15 @@ class RunMemory:
             return repeat_choices(config, run, machine, earlier)
         return choose_automatic(config, run, machine)
 
+    def step_flops(self) -> float:
+        """Return the operations of a step with the largest micro-batches: one forward and backward pass of each."""
+        config = self.checked.config
+        work = activation_model(
+            config, self.checked.geometry, self.transformer, spec=self._load_spec(config.model),
+            around=self._sizes_of_run(config, self.device, None), others=0.0, waiting=0.0,
+        ).work  # fmt: skip
+        return config.training.gradient_accumulation_steps * (work.forward + work.backward)
+
     def _sizes_of_run(
         self, config: TrainConfig, device: TargetDevice, batch: tuple[tuple[int, int, int], int] | None
     ) -> RunSizes:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from finetrainers.memory.activation_auto import ASSUMED_FLOPS, UTILIZATION
 from finetrainers.models.spec import FlopMeter, ModelSpec
+from finetrainers.utils.gpus import Gpu
 
 #: Peak of dense products of bf16 matrices with fp32 sums, in TFLOPS, as published in the makers' data sheets, by a part
 #: of the device's name. The first match counts.
@@ -30,6 +33,23 @@ def peak_flops(device: torch.device) -> float | None:
     if any(f" {other} " in device_name for other in _OTHER_CHIPS):
         return None
     return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if f" {name} " in device_name), None)
+
+
+def planned_flops(gpu: Gpu | None, device_type: str) -> float:
+    """Return the operations per second that steps are planned with: a share of a GPU's published peak, or a CPU's.
+
+    The latter is measured, in a tenth of a second: networks that train on a CPU reach about as much.
+    """
+    if device_type == "cuda" or gpu is not None:
+        peak = next((peak for name, peak in PEAK_TFLOPS.items() if gpu is not None and name in gpu.name), None)
+        return ASSUMED_FLOPS if peak is None else UTILIZATION * 1e12 * peak
+    size, fastest = 512, float("inf")
+    matrix = torch.ones(size, size)
+    for _ in range(5):
+        started = time.perf_counter()
+        torch.mm(matrix, matrix)
+        fastest = min(fastest, time.perf_counter() - started)
+    return 2 * size**3 / fastest
 
 
 def attach_flop_meter(spec: ModelSpec, network: nn.Module, *, sharing: int = 1) -> FlopMeter | None:

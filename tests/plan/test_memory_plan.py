@@ -260,12 +260,17 @@ def test_what_saving_takes_of_the_host(checked: Callable[..., ResolvedRun], monk
     assert saving(fsdp="full", use_ema=True, **full) == pytest.approx((1 / 4 + 3 / 16, 1 / 4))
 
 
-def test_what_is_said(checked: Callable[..., ResolvedRun]) -> None:
+def test_what_is_said(checked: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch) -> None:
     memory = RunMemory(checked(precompute_conditions=True))
+    monkeypatch.setattr("finetrainers.plan.throughput.planned_flops", lambda *_: memory.step_flops() / 7)
     found = memory.choose()
     plan, lines = found.plan, memory_lines(memory, found)
     assert max(map(len, lines)) <= 80
     assert any(line.endswith("< peak") for line in lines)
+    [duration] = [line for line in lines if line.startswith("time, ")]
+    assert duration.endswith(" 7 s")
+    tokens = memory.checked.plan.heaviest(memory.checked.config)[1] * 2 * 2 * 2  # of 9x64x64
+    assert memory.step_flops() > 4 * tokens * sum(p.numel() for p in memory.transformer.parameters()) / 2
     data = json.loads(json.dumps(as_json(memory, found, read_gpu("24GiB"), None)))
     assert data["fits"] is True
     assert data["peak"]["allocated"] == round(plan.peak)

@@ -86,7 +86,8 @@ def _section_comments(proposal: Proposal, answers: Answers) -> dict[str, list[st
             prior.append(f"# {_option('class_prompt', '')}")
         comments[fields()["prior_preservation_weight"].section] = [*lines, *prior]
     if proposal.memory:
-        comments["memory"] = _comment(f"{proposal.memory[0].upper()}{proposal.memory[1:]}.")
+        text = proposal.memory.replace("\n", "; ").replace("  ", "")
+        comments["memory"] = _comment(f"{text[0].upper()}{text[1:]}.")
     steps = proposal.options["validation_steps"]
     comments["validation"] = _comment(
         f"Sampled every {plural(steps, 'step')}: one prompt like a clip, one of something else, and one without the "

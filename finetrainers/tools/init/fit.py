@@ -10,6 +10,7 @@ from finetrainers.config.target import planned_gpu, target_device
 from finetrainers.memory.fit import usable_host, with_reserve
 from finetrainers.memory.phases import RunPlan
 from finetrainers.plan.dry_run import unseen_reason, with_packaged_configs
+from finetrainers.plan.memory_lines import time_lines
 from finetrainers.plan.memory_plan import RunMemory, planned_gib
 from finetrainers.plan.preflight import ResolvedRun, preflight
 from finetrainers.plan.sizes_plan import plan_sizes
@@ -50,7 +51,7 @@ def memory_options(checked: ResolvedRun, answers: Answers) -> tuple[dict[str, An
         planned = f"{file_size(plan.peak + plan.machine_bytes)} of host memory"
         if not _fits_cpu(memory, plan):
             raise _too_large(answers, f"{file_size(memory.host)} of host memory", planned, memory.other_remedies(plan))
-        return {}, {}, f"planned peak{source}: {planned}"
+        return {}, {}, "\n".join([f"planned peak{source}: {planned}", *time_lines(memory)])
     gpu = planned_gpu(checked.config)
     size = f"{gib:.3g} GiB" if gpu is None else gpu.name
     options: dict[str, Any] = {}
@@ -71,7 +72,7 @@ def memory_options(checked: ResolvedRun, answers: Answers) -> tuple[dict[str, An
             reasons[next(iter(applied.switch.options))] = applied.switch.cost
     planned = _describe(peak, host, f"of {size} on the GPU")
     automatic = "options that leave results the same are chosen when training starts"
-    return options, reasons, f"planned peak{source}: {planned}; {automatic}"
+    return options, reasons, "\n".join([f"planned peak{source}: {planned}; {automatic}", *time_lines(memory)])
 
 
 def _describe(peak: float, host: float, place: str) -> str:

@@ -16,5 +16,5 @@ Answers: TypeAlias = dict[str, Any]
 def offered_models() -> dict[str, str]:
     """Return the models to begin with, smallest first, each with a description."""
     starters = {name: size for family in families().values() for name, size in family.starters.items()}
-    demo = dict.fromkeys(packaged_models(), "in the package; colored shapes, trains on a CPU in minutes")
+    demo = dict.fromkeys(packaged_models(), "colored shapes; a CPU trains clips of 64 pixels in minutes")
     return {**demo, **{name: f"{starters[name]:g}B parameters" for name in sorted(starters, key=starters.__getitem__)}}
