@@ -75,8 +75,8 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
     from finetrainers.rewards.server import RewardServer
 
     if takes_device(entry) and (device := absent_gpu(entry)) is not None:
-        message = f"this machine has no GPU {device} that PyTorch can use; use --device cpu, or leave it out"
-        raise ConfigError([Problem("--device", message, "unavailable")])
+        message = f"PyTorch sees no GPU for device {device!r} on this machine; use cpu, or leave it out"
+        raise ConfigError([Problem("--device" if arguments.device else "reward", message, "unavailable")])
     quiet_progress_bars()
     try:
         reward = make_reward(entry.reward, dict(entry.options))

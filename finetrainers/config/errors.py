@@ -118,7 +118,7 @@ class ConfigError(ValueError):
                 yield str(problem)
         for kind, count in counts.items():
             if count > MAX_ALIKE:
-                yield f"and {plural(count - MAX_ALIKE, 'more problem')} of the last kind ({kind})"
+                yield f"and {plural(count - MAX_ALIKE, 'more problem')} of the kind {kind!r}"
 
 
 def _number(bound: Any) -> str:

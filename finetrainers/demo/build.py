@@ -147,6 +147,8 @@ def measure_weights(
             pipeline.load_lora_weights(str(lora))
         except (ValueError, KeyError, RuntimeError) as error:
             raise InputError(f"{lora} cannot be loaded as a LoRA of {weights}: {error}", "mismatch") from error
+        if not getattr(pipeline.transformer, "peft_config", None):  # diffusers only logs that no name fits
+            raise InputError(f"{lora} has no weights for {weights}; use a LoRA of this model", "mismatch")
     captions = scene_captions(held_out_scenes(items, look=look))
     started = perf_counter()
     measured = measure(pipeline, captions)

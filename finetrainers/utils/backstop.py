@@ -18,7 +18,7 @@ import sys
 import time
 
 #: Signal that makes the parent write its stacks and exit, and its exit code. Hardly a library uses it.
-_SIGNAL = getattr(signal, "SIGVTALRM", None)
+_SIGNAL = getattr(signal, "SIGVTALRM", None) if hasattr(signal, "SIGKILL") else None  # Windows has neither
 _SLICE_S = 0.5
 #: Seconds that it has for that, until it is killed.
 _ENDING_S = 10.0
