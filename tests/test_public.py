@@ -96,6 +96,9 @@ def test_the_wheel_has_data_recipes_and_launcher_files(wheel: Path) -> None:
     assert list((package / "demo" / "weights").glob("*/model_index.json"))
     for name in ("examples", "accelerate_configs"):
         files = [path.relative_to(ROOT) for path in (ROOT / name).rglob("*") if path.is_file()]
+        launching = [path for path in files if path.name in ("train.sh", "grpo.sh")]  # train.py, of the checkout
+        assert not any((package / path).exists() for path in launching)
+        files = [path for path in files if path not in launching]
         assert [path for path in files if (package / path).read_bytes() != (ROOT / path).read_bytes()] == []
 
 
