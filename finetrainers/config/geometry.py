@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -21,6 +22,7 @@ class Geometry:
         largest: the largest height and width that it has positions for, or None if there is no limit.
         longest: the most frames that it has positions for, or None if there is no limit.
         shortest: the fewest frames of a clip: 2 if a single frame would be the image that every clip starts from.
+        small_sides: length of a side below which clips are unlike those of the checkpoint, and the difference, or None.
     """
 
     temporal: int
@@ -32,6 +34,7 @@ class Geometry:
     sides: tuple[int, int] | None = None
     largest: tuple[int, int] | None = None
     longest: int | None = None
+    small_sides: tuple[int, str] | None = None
     shortest: int = 1
 
     def __post_init__(self) -> None:
@@ -114,6 +117,14 @@ class Geometry:
             if not self._size_problems(*size):
                 return [f"the order is FRAMESxHEIGHTxWIDTH; did you mean {'x'.join(map(str, size))}?"]
         return problems
+
+    def size_notes(self, sizes: Iterable[tuple[int, int, int]]) -> list[str]:
+        """Return a note on sizes that can be trained, and that the checkpoint was not made for; empty without any."""
+        if self.small_sides is None:
+            return []
+        limit, difference = self.small_sides
+        small = dict.fromkeys(f"{height}x{width}" for _, height, width in sizes if min(height, width) < limit)
+        return [f"sizes with a side below {limit} pixels ({', '.join(small)}): {difference}"] if small else []
 
     def length_problems(self, frames: int) -> list[str]:
         """Return the reasons why a length is not legal, each with a legal one; empty if it is."""

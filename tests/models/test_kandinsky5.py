@@ -19,10 +19,12 @@ from PIL import Image
 from refusals import refused
 from torch import Tensor
 
+from finetrainers.config.load import load_config
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.batch import Batch, PromptEmbeds, SampleRequest, VideoMeta
 from finetrainers.models.kandinsky5 import Kandinsky5Spec, even_start
 from finetrainers.models.registry import get_family
+from finetrainers.plan.preflight import preflight
 from finetrainers.utils.seeding import derive_seed
 
 PROMPTS = ["a red ball", "a blue square moves slowly to the left over the dark sea at night", ""]
@@ -116,6 +118,16 @@ def test_clips_that_start_from_an_image_are_evened_one_by_one(tiny_repo: Callabl
     text_to_video = spec_of(tiny_repo("kandinsky5"))
     plain = text_to_video.decode(vae, latents, stats)
     assert not torch.allclose(plain, videos, atol=1e-3)
+
+
+def test_sizes_with_positions_of_hd_are_noted(options: Callable[..., dict[str, Any]]) -> None:
+    geometry = get_family("kandinsky5").facts.geometry
+    assert geometry.size_notes([(61, 480, 848), (61, 1024, 1024)]) == []
+    [note] = geometry.size_notes([(61, 368, 720), (1, 368, 720), (61, 512, 512)])
+    assert note.count("368x720") == 1
+    assert "512x512" not in note
+    plan = preflight(load_config(**options("kandinsky5"))).plan
+    assert [note for note in plan.notes if "3.16" in note] == geometry.size_notes(plan.buckets) != []
 
 
 def test_prompts_have_at_most_the_tokens_of_the_authors_configs(tiny_repo: Callable[..., Path]) -> None:

@@ -115,7 +115,8 @@ def assign_buckets(
             entry.clip, *others = cut_windows(clip, entry.available, data=data, geometry=geometry)
             clips += [entry.clip, *others]
     available = {entry.item.index: entry.available for entry in usable}
-    notes = [*bucket_set.notes, *describe_windows(clips, available, data=data, geometry=geometry)]
+    notes = [*bucket_set.notes, *geometry.size_notes(bucket_set.all)]
+    notes += describe_windows(clips, available, data=data, geometry=geometry)
     return Part(dataset, reading, target_fps, probed, clips, list(bucket_set.all), notes, bucket_set.are_chosen)
 
 

@@ -53,6 +53,7 @@ def read(configs: Configs) -> Facts:
             fps=24.0,
             longest=(_POSITIONS * patch[0] - 1) * temporal + 1,
             largest=(_POSITIONS * spatial * patch[1], _POSITIONS * spatial * patch[2]),
+            small_sides=(480, "their positions are scaled by 3.16, which the authors' configs do in HD alone"),
         ),
         text_parts=("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
         channels=transformer.get("out_visual_dim", 4) if transformer else 16,
