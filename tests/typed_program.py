@@ -148,7 +148,7 @@ def half_each_step(step: int) -> float:
 
 network: nn.Module = nn.Identity()
 result = train(config, method=SFT)
-result = train("run.toml", method=Huber, data=Clips(), eval_data=[Clips()[0]], callbacks=[Curves()])
+result = train("run.toml", method=Huber, data=Clips(), eval_data=[Clips()[0]], callbacks=Curves())
 result = train(
     config,
     method=Charbonnier,
@@ -229,7 +229,7 @@ page: Path = report(result, "runs/other", output="page.html")
 # ---- loops ---------------------------------------------------------------------------------------------------------
 
 model: Model = load_model(config, device="cpu")
-optimizer = torch.optim.AdamW([weight for weight in model.network.parameters() if weight.requires_grad], lr=1e-4)
+optimizer = torch.optim.AdamW(model.trainable_parameters(), lr=1e-4)
 for batch in batches(config, start=10, data=Clips()):
     noisy = model.noise(batch)
     difference = model.element_loss(model.predict(noisy), noisy.target)

@@ -25,6 +25,8 @@ from .values import Place, VideoBucket, check_place
 #: File formats of prompts that are read, and others, whose file names are never taken for prompts.
 _FORMATS = (".txt", ".jsonl", ".toml")
 _OTHER_FORMATS = (".csv", ".tsv", ".json", ".yaml", ".yml", ".md", ".parquet", ".xlsx")
+#: Name of a control video, before its path.
+_NAMED = re.compile(r"(?:^|,)(\w+)=")
 #: Values of options that stand for prompts which `train` or `sample` was called with.
 PYTHON_PROMPTS = {name: Path(f"python:{name}") for name in ("prompts", "eval_prompts", "validation_prompts")}
 _rows: ContextVar[Mapping[Path, Sequence[dict[str, Any]]]] = ContextVar("prompts from Python", default={})  # noqa: B039
@@ -37,7 +39,7 @@ class ValidationPrompt(Section):
         prompt: the text.
         size: `(frames, height, width)`, or None for the first training bucket.
         image: path or URL of a first-frame image.
-        video: path of a video whose first frame is the condition, or of the control video.
+        video: path of a video whose first frame is the condition, or of the control video; see `videos`.
         last_image: path or URL of a last-frame image.
         video_prefix: path of a video that the sample begins with; behind `:F`, its last F frames.
     """
@@ -58,6 +60,14 @@ class ValidationPrompt(Section):
         if colon and frames.isdecimal() and not Path(self.video_prefix).exists():
             return Path(place), int(frames)
         return Path(self.video_prefix), None
+
+    @property
+    def videos(self) -> dict[str, str]:
+        """Paths of several control videos by name, of `NAME=PATH,NAME=PATH`, or the path of the only video under ""."""
+        if self.video is None or Path(self.video).is_file():
+            return {} if self.video is None else {"": self.video}
+        before, *named = _NAMED.split(self.video)
+        return {"": self.video} if before or not named else dict(zip(named[::2], named[1::2], strict=True))
 
     @property
     def given(self) -> str:

@@ -70,6 +70,10 @@ class Model:
         with restored(waits=True):
             return self._load_network().to(self.device).train()
 
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that a run would train: those of the adapter, or all of the network."""
+        return [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+
     @cached_property
     def scheduler(self) -> Any:
         """The scheduler of the checkpoint, as diffusers loads it."""

@@ -31,14 +31,10 @@ def check_prompt_videos(
     rate = config.validation.validation_frame_rate or facts.geometry.fps
     for prompt in prompts:
         needed = (prompt.size or size)[0]
-        if (
-            facts.media
-            and prompt.video
-            and (video_frames := _count_frames(Path(prompt.video), rate))
-            and video_frames[0] < needed
-        ):
-            message = f"{prompt.video} has {video_frames[1]}, and {needed} are sampled; use a longer one"
-            findings.error(option or "validation_videos", message, "mismatch")
+        for video in prompt.videos.values() if facts.media else ():
+            if (video_frames := _count_frames(Path(video), rate)) and video_frames[0] < needed:
+                message = f"{video} has {video_frames[1]}, and {needed} are sampled; use a longer one"
+                findings.error(option or "validation_videos", message, "mismatch")
         if facts.any_frame and prompt.prefix and (video_frames := _count_frames(prompt.prefix[0], rate)):
             path, frames = prompt.prefix
             if problem := facts.geometry.prefix_problem(

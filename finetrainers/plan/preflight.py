@@ -409,9 +409,9 @@ def read_prompts(
 def _media_problems(prompt: ValidationPrompt) -> list[Problem]:
     """Return the problems of reading a prompt's images and videos. Images may be URLs, which are fetched."""
     prefix = str(prompt.prefix[0]) if prompt.prefix else None
-    media = {"image": prompt.image, "last_image": prompt.last_image, "video": prompt.video, "video_prefix": prefix}
+    media = [("image", prompt.image), ("last_image", prompt.last_image), ("video_prefix", prefix)]
     findings = Findings()
-    for medium, place in media.items():
+    for medium, place in [*media, *(("video", path) for path in prompt.videos.values())]:
         if not place:
             continue
         option, is_video = MEDIA_OPTIONS[medium], medium.startswith("video")

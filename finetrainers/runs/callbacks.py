@@ -36,7 +36,7 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
     Raises:
         ConfigError: a callback is not an instance of `Callback`, or has hooks that are not called or cannot be.
     """
-    if isinstance(callbacks, Callback) or not isinstance(callbacks, Sequence):
+    if not isinstance(callbacks, Sequence):
         raise ConfigError([Problem(_WHERE, f"expected a list of callbacks, got {_type_name(callbacks)}")])
     problems = [
         Problem(f"{_WHERE}[{index}]", message, kind)

@@ -175,7 +175,7 @@ class TrainResult:
 def train(  # noqa: PLR0913, what only Python can give
     config: Source,
     *,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Callback | Sequence[Callback] = (),
     handle_signals: bool | None = None,
     network: nn.Module | None = None,
     lora: LoraConfig | None = None,
@@ -195,7 +195,7 @@ def train(  # noqa: PLR0913, what only Python can give
 
     Args:
         config: from `load_config`, or a source that it takes.
-        callbacks: further callbacks, called after the run's own.
+        callbacks: a further callback, or several, called after the run's own.
         handle_signals: whether SIGINT (Ctrl-C, a notebook's interrupt), SIGTERM and SIGUSR1 stop the run with a
             checkpoint once it trains; `stopped_by` names the signal then, and a second one goes to the host program's
             handler. None means True in the main thread, the only one where Python allows it. With False, the host's
@@ -231,6 +231,7 @@ def train(  # noqa: PLR0913, what only Python can give
     config = as_config(config)
     with environment_restored(), ExitStack() as stack:
         configure_allocator()
+        callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks
         check_callbacks(callbacks)
         if (problem := host_group_problem()) is not None:
             raise ConfigError([Problem("process group", problem, "mismatch")])

@@ -441,7 +441,8 @@ def _media_digests(prompt: ValidationPrompt) -> list[str]:
     def content(source: str | Path) -> str:
         return file_sha256(Path(source)) if Path(source).is_file() else str(source)
 
-    contents = [content(source) for source in (prompt.image, prompt.video) if source]
+    contents = [content(prompt.image)] if prompt.image else []
+    contents += [f"{name} {content(path)}".lstrip() for name, path in prompt.videos.items()]
     if prompt.last_image:
         contents.append(f"last {content(prompt.last_image)}")
     if prompt.prefix:

@@ -188,10 +188,9 @@ def prompt_request(
         seed: of its noise; see `sample_seed`.
     """
     prompt = encoded.prompts[index]
+    videos = {name: prompt.videos[name if name in prompt.videos else ""] for name in spec.facts.media}
     media = {
-        name: load_video_segment(Path(prompt.video), size, frame_rate=settings.frame_rate)
-        for name in spec.facts.media
-        if prompt.video is not None  # checked at the start
+        name: load_video_segment(Path(path), size, frame_rate=settings.frame_rate) for name, path in videos.items()
     }
     unsupported = prompt.prefix or (prompt.last_image and not spec.facts.last_frame)
     if unsupported and not spec.facts.any_frame:

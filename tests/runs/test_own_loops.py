@@ -88,6 +88,7 @@ def test_batches_and_losses_are_those_of_training(options: Callable[..., dict], 
         model.encode(frames, ["a clip"])
     with refused("required"):
         model.predict(noisy.x_t)
+    assert len(model.trainable_parameters()) == sum(p.requires_grad for p in model.network.parameters()) > 0
     with refused("invalid", "RawBatch"):
         model.noise(raw)
     with refused("invalid", "Batch"):

@@ -212,7 +212,10 @@ def test_callbacks_of_the_wrong_kind_are_refused_and_the_first_error_is_raised(
     assert [problem.where for problem in error.value.problems] == [f"callbacks[{index}]" for index in range(5)]
     assert "'on_step'" in error.value.problems[3].message
     with pytest.raises(ConfigError):
-        train(config, callbacks=Watching())  # type: ignore[arg-type]
+        train(config, callbacks=iter([Watching()]))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as error:
+        train(config, callbacks=Misspelled())  # without a list
+    assert [problem.where for problem in error.value.problems] == ["callbacks[0]"]
     monkeypatch.undo()
     with pytest.raises(KeyError, match="on_step"):
         train(config, callbacks=[Watching("step", "stop"), Watching()])

@@ -27,6 +27,7 @@ from finetrainers.plan.trainable import make_trainable
 from finetrainers.training.callbacks import validation
 from finetrainers.training.callbacks.validation import Validation
 from finetrainers.training.sampling import (
+    EncodedPrompts,
     PromptRequest,
     SamplingComponents,
     SamplingSettings,
@@ -224,3 +225,16 @@ def test_a_stop_cuts_samples_short_and_the_line_counts_them(
     assert (stopped.state.step, stopped.state.stopped_by) == (1, "SIGINT")
     assert [path.name[:2] for path in (stopped.root / "samples").glob("*/*.mp4")] == ["00"]
     assert "samples" not in [event["event"] for event in stopped.events]
+
+
+def test_each_control_video_of_a_prompt_is_its_own(tmp_path: Path) -> None:
+    names = {"depth": 20, "pose": 220}
+    for name, value in names.items():
+        write_mp4(tmp_path / f"{name}.mp4", np.full((9, 64, 64, 3), value, np.uint8), fps=8)
+    video = ",".join(f"{name}={tmp_path / name}.mp4" for name in names)
+    encoded = EncodedPrompts([ValidationPrompt(prompt="a", video=video)], [None], [None], [None], None)  # type: ignore
+    spec: Any = SimpleNamespace(facts=SimpleNamespace(media=tuple(names), last_frame=False, any_frame=False))
+    settings = SamplingSettings(frame_rate=8.0, num_inference_steps=2)
+    media = prompt_request(spec, encoded, 0, size=(9, 64, 64), settings=settings, seed=0).request.media
+    for name, value in names.items():
+        assert abs(float(media[name].mean()) - (value / 127.5 - 1)) < 0.02

@@ -101,8 +101,12 @@ def _slice_problems(data: DataSection, facts: Facts) -> Iterator[Problem]:
 
 def media_problems(prompts: Sequence[ValidationPrompt], facts: Facts, *, model: str) -> Iterator[MediumProblem]:
     """Yield media that the prompts lack, and those that the model does not take, without the remedy."""
-    if facts.media and any(prompt.video is None for prompt in prompts):
-        yield "video", f"this checkpoint takes {' and '.join(facts.media)}", "required"
+    valid = [set(facts.media)] + [{""}] * (len(facts.media) == 1)
+    if facts.media and any(set(prompt.videos) not in valid for prompt in prompts):
+        form = f", as {','.join(f'{name}=PATH' for name in facts.media)}" if len(facts.media) > 1 else ""
+        yield "video", f"this checkpoint takes {' and '.join(facts.media)}{form}", "required"
+    if not facts.media and any(set(prompt.videos) - {""} for prompt in prompts):
+        yield "video", f"this {model} takes no control video by name", "unsupported"
     if facts.needs_image and any(not (prompt.image or prompt.video or prompt.video_prefix) for prompt in prompts):
         yield "image", "this checkpoint animates an image", "required"
     if facts.last_frame and any(not (prompt.last_image or prompt.video) for prompt in prompts):

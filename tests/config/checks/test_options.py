@@ -1,8 +1,11 @@
 """Rules between options: every message names the setting, its value and the way out."""
 
+from dataclasses import replace
+
 import pytest
 from refusals import refused_options
 
+from finetrainers.config.checks.frames import media_problems
 from finetrainers.config.checks.options import check_config, quantization_problems
 from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Facts
@@ -184,6 +187,18 @@ def test_prompt_media_must_match_in_number():
     with refused_options(("--validation_images", "conflict")):
         parse_validation_prompts(config.validation)
     assert not check_config(config, facts=FLOW, prompts=[]).errors  # the prompts are not missing
+
+
+def test_control_videos_have_the_names_of_the_checkpoint(tmp_path):
+    plain, named = prompts(validation_prompts="a:::b", validation_videos="v.mp4:::depth=d.mp4,pose=p,q.mp4")
+    assert (plain.videos, named.videos) == ({"": "v.mp4"}, {"depth": "d.mp4", "pose": "p,q.mp4"})
+    for media, wrong in {("depth", "pose"): [plain], ("depth",): [named], (): [named]}.items():
+        found = [list(media_problems([p], replace(FLOW, media=media), model="x")) for p in (plain, named)]
+        assert [[(medium, kind) for medium, _, kind in problems] for problems in found] == [
+            [("video", "required" if media else "unsupported")] if p in wrong else [] for p in (plain, named)
+        ]
+    (tmp_path / "a=b.mp4").touch()
+    assert prompts(validation_prompts="a", validation_videos=str(tmp_path / "a=b.mp4"))[0].videos.keys() == {""}
 
 
 def test_prompt_files(tmp_path):
