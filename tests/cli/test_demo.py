@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from refusals import refused_command
+from safetensors.numpy import save_file
 
 from finetrainers.cli.main import main
 from finetrainers.utils.failures import Kind
@@ -65,6 +67,14 @@ def test_a_misspelt_model_names_the_nearest(tmp_path: Path, capsys: pytest.Captu
     code, [(place, _)] = refused_command(["demo", "measure", tmp_path / "new", "--model", "demo://lxt"])
     assert (code, place) == (2, "--model")
     assert "'demo://ltx'" in capsys.readouterr().err
+
+
+def test_a_lora_without_weights_for_the_model_is_not_measured(tmp_path: Path) -> None:
+    lora = tmp_path / "lora.safetensors"
+    save_file({f"x.lora_{side}.weight": np.zeros((2, 2), np.float32) for side in "AB"}, lora)
+    measure = ["demo", "measure", tmp_path / "new", "--items", "1", "--lora", lora]
+    assert refused_command(measure) == (2, [])
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_quickstart_leaves_other_peoples_folders_alone(tmp_path: Path) -> None:
