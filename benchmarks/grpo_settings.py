@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +24,26 @@ ALL: dict[str, Any] = {
 #: How all are evaluated.
 JUDGE: dict[str, Any] = {"sampling_steps": 12, "seed": 0}
 
+#: Learning rates that the baselines are tuned over; ours have the first two.
+RATES = (3e-3, 6e-3, 1e-2)
+_PUBLISHED: dict[str, Any] = {"prompts_per_step": 2, "batch_size": 8, "shares_starts": False}
 #: DanceGRPO's own but for learning rate and rank, and with two prompts: one a process there, and more cost more here.
-#: The rate is the best of 3e-3, 6e-3 and 1e-2 for the baseline; of ours, the second was better than the first.
 _DANCEGRPO: dict[str, Any] = {
     "grpo_preset": "dancegrpo",
     "num_generations": 24,
     "best_of_n": 8,
-    "prompts_per_step": 2,
-    "batch_size": 8,
     "reward_fps": 25,
-    "lr": 1e-2,
-    "shares_starts": False,
+    **_PUBLISHED,
 }
+#: As published but for the same, and without the EMA: the trained weights are evaluated, which are ahead of it.
+_FLOW_FAST: dict[str, Any] = {
+    "grpo_preset": "flow-grpo-fast",
+    "num_generations": 24,
+    "use_ema": False,
+    "ema_decay": None,
+    **_PUBLISHED,
+}
+_MIX: dict[str, Any] = {"grpo_preset": "mixgrpo", "num_generations": 12, **_PUBLISHED, "batch_size": 6}
 _NFT: dict[str, Any] = {
     "method": "nft",
     "noise_levels": 2,
@@ -48,37 +58,51 @@ _AWM: dict[str, Any] = {
     "init_same_noise": False,
 }
 _FEW_STEPS: dict[str, Any] = {"sampling_steps": 4, "window_size": 1}
+_GRADIENTS: dict[str, Any] = {
+    "method": "refl",
+    "num_generations": 1,
+    "prompts_per_step": 8,
+    "batch_size": 8,
+    "draft_k": 3,
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Settings that are compared.
+
+    Attributes:
+        changes: of the options of the demonstration.
+        limit: passes after which a run ends, reached or not.
+        rates: learning rates; the best one is chosen on the way, with all seeds.
+    """
+
+    changes: Mapping[str, Any]
+    limit: int
+    rates: Sequence[float] = RATES[:2]
+
+
 #: Every rollout of the baseline serves one update, so that nothing is clipped.
 BASELINE = "DanceGRPO, one update"
-SETTINGS: dict[str, dict[str, Any]] = {
-    "DanceGRPO": _DANCEGRPO,
-    BASELINE: {**_DANCEGRPO, "updates_per_rollout": 1},
-    "DanceGRPO, one update, 4 steps": {**_DANCEGRPO, "updates_per_rollout": 1, "sampling_steps": 4},
-    "window": {},
-    "window, 4 steps": _FEW_STEPS,
-    # The demonstration's own window: its colors are decided in the third step.
-    "third of 4 steps": {**_FEW_STEPS, "window_range": [0.5, 0.75]},
-    "NFT": _NFT,
-    "NFT, 6 steps": {**_NFT, "sampling_steps": 6},
-    "AWM": _AWM,
-    "AWM, 6 steps": {**_AWM, "sampling_steps": 6},
-    "reward gradients": {
-        "method": "refl",
-        "num_generations": 1,
-        "prompts_per_step": 8,
-        "batch_size": 8,
-        "draft_k": 3,
-        "lr": 3e-3,
-    },
+SETTINGS: dict[str, Contender] = {
+    BASELINE: Contender({**_DANCEGRPO, "updates_per_rollout": 1}, 14_400, RATES),
+    "Flow-GRPO-Fast": Contender(_FLOW_FAST, 8000, RATES),
+    "MixGRPO": Contender(_MIX, 8000, RATES),
+    "window": Contender({}, 6000),
+    "window, 4 steps": Contender(_FEW_STEPS, 2400),
+    "NFT, 6 steps": Contender({**_NFT, "sampling_steps": 6}, 5376),
+    "AWM, 6 steps": Contender({**_AWM, "sampling_steps": 6}, 5376),
+    "reward gradients": Contender(_GRADIENTS, 1824),
 }
-#: Those that are compared with the baseline for the aim: they need nothing of a reward but its score.
-OURS = [name for name in SETTINGS if not name.startswith("DanceGRPO") and name != "reward gradients"]
+#: What of the settings is ours, and needs nothing of a reward but its score.
+OURS = ("window", "window, 4 steps", "NFT, 6 steps", "AWM, 6 steps")
+
 
 #: Where most prompts teach nothing: the clips of a caption that names the preferred color alone all show it.
 _SATURATED: dict[str, Any] = {**_FEW_STEPS, "reward": ["preferred_color_shown"]}
-SATURATED: dict[str, dict[str, Any]] = {
-    "every prompt": _SATURATED,
-    "selective rollouts": {**_SATURATED, "selective_rollouts": 0.5},
+SATURATED: dict[str, Contender] = {
+    "every prompt": Contender(_SATURATED, 3000, RATES[1:2]),
+    "selective rollouts": Contender({**_SATURATED, "selective_rollouts": 0.5}, 3000, RATES[1:2]),
 }
 _CHOICES, _SATURATED_PROMPTS = 8, 24
 
@@ -92,6 +116,41 @@ def saturated_prompts(directory: Path) -> Path:
     path = directory / "saturated.txt"
     path.write_text("\n".join(captions) + "\n", encoding="utf-8")
     return path
+
+
+@dataclass(frozen=True)
+class Task:
+    """A reward to learn.
+
+    Attributes:
+        settings: by name; the first is the baseline.
+        metrics: held-out scores whose mean is compared.
+        score: of these, at which a run ends.
+        changes: of the options of all settings.
+        evaluated: held-out captions.
+        prompts: writes a file of prompts into a directory, or None for those of the demonstration.
+    """
+
+    settings: Mapping[str, Contender]
+    metrics: Sequence[str]
+    score: float
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    evaluated: int = 16
+    prompts: Callable[[Path], Path] | None = None
+
+
+TASKS: dict[str, Task] = {
+    "color": Task(SETTINGS, ("preferred_color",), 0.70),
+    # Read as shown or not, so a caption is a step of the score: more captions make the steps small.
+    "shape and motion": Task(
+        {name: SETTINGS[name] for name in (BASELINE, "window, 4 steps", "NFT, 6 steps")},
+        ("demo.shape", "demo.motion"),
+        0.82,
+        {"reward": ["demo.shape=1", "demo.motion=1"], "eval_reward": ["demo.shape", "demo.motion"]},
+        evaluated=64,
+    ),
+    "saturated": Task(SATURATED, ("preferred_color",), 0.70, prompts=saturated_prompts),
+}
 
 
 #: Of `--learning`: of the demonstration's settings, what an algorithm changes, by what is trained.

@@ -1,16 +1,18 @@
-"""The benchmark of reward finetuning runs, and prints what it measured. No times are checked here."""
+"""The benchmark of reward finetuning runs, chooses rates, and prints what a score has cost. No times are checked."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.rotating
 
-SMALL = {"sampling_steps": 4, "prompts_per_step": 2, "num_generations": 4, "batch_size": 4, "evaluated": 4}
+SMALL = {"sampling_steps": 4, "prompts_per_step": 2, "num_generations": 4, "batch_size": 4}
 
 
 @pytest.fixture(scope="module")
@@ -23,70 +25,97 @@ def benchmark(benchmark_script: Callable[[str], ModuleType]) -> ModuleType:
 def test_settings_train_in_turns(
     benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(benchmark, "ALL", {**benchmark.ALL, **SMALL})
-    small = {
-        name: {option: value for option, value in benchmark.SETTINGS[name].items() if option not in SMALL}
-        for name in (benchmark.BASELINE, "third of 4 steps")
+    import grpo_compare
+    import grpo_settings
+
+    baseline = {n: v for n, v in grpo_settings.SETTINGS[benchmark.BASELINE].changes.items() if n not in SMALL}
+    settings = {
+        benchmark.BASELINE: grpo_settings.Contender({**baseline, "best_of_n": 2}, 50, [6e-3]),
+        "window, 4 steps": grpo_settings.Contender({"window_size": 1, "window_range": [0.5, 0.75]}, 50),
     }
-    small[benchmark.BASELINE] |= {"best_of_n": 2, "num_generations": None, "sampling_steps": None} | SMALL
-    monkeypatch.setattr(benchmark, "SETTINGS", small)
-    results = tmp_path / "results.jsonl"
-    given = ["--seeds", "5", "--score", "2", "--every", "50", "--limit", "50", "--results", str(results)]
+    task = grpo_settings.Task(settings, ("preferred_color",), 2.0, SMALL, evaluated=4)
+    monkeypatch.setitem(benchmark.TASKS, "color", task)
+    monkeypatch.setattr(grpo_compare, "TUNING", 1)
+    results, written = tmp_path / "results.jsonl", tmp_path / "results.json"
+    given = ["--seeds", "5", "--results", str(results), "--write", str(written)]
     with pytest.raises(SystemExit) as ended:
         benchmark.main(given)
     assert ended.value.code == 1
-    out = capsys.readouterr().out
-    rows = {
-        line.strip("| ").split(" | ")[0]: line.strip("| ").split(" | ")
-        for line in out.splitlines()
-        if " of 1 |" in line
-    }
+    assert "none of ours" in capsys.readouterr().out
+    measured = json.loads(written.read_text())
     # 8 clips of 4 steps, of which 4 are replayed at 1 step; 3 steps of 2 prompts, 1 of 8 clips, and 2 trained inputs.
-    assert {name: float(row[6]) for name, row in rows.items()} == {
+    assert {row["settings"]: row["per_update"] for row in measured["tasks"]["color"]["rows"]} == {
         benchmark.BASELINE: 8 * 4 + 4 * 1 * 3,
-        "third of 4 steps": 2 * 3 + 8 + 2 * 3,
+        "window, 4 steps": 2 * 3 + 8 + 2 * 3,
     }
-    assert all(row[1] == "0 of 1" and 0 < float(row[7].strip("%")) < 100 for row in rows.values())
-    assert "none of ours" in out
+    assert sorted(run["ended"] for run in measured["runs"]) == ["limit", "limit", "rate"]
 
     # What is finished is read, not measured again.
     found = results.read_text()
-    assert [line.count('"limit"') for line in found.splitlines()] == [0, 0, 1, 1]
     with pytest.raises(SystemExit):
         benchmark.main(given)
     assert results.read_text() == found
-    assert "update" not in capsys.readouterr().out.partition("|")[0]
+    assert json.loads(written.read_text())["tasks"] == measured["tasks"]
 
 
-def point(benchmark: ModuleType, name: str, seed: int, passes: float, score: float, ended: str = "") -> object:
-    cost = benchmark.Cost(passes=passes, cpu_s=passes / 10, wall_s=passes / 5, network_s=passes / 10)
-    return benchmark.Point(name, seed, int(passes), cost, score, ended)
+def curve(*scores: float, passes: float = 1200.0, ended: str = "limit") -> list[Any]:
+    """Return evaluations every `passes`, of 10 ms each."""
+    from grpo_compare import Cost, Point
+
+    costs = [Cost(passes=passes * step, cpu_s=0.01 * passes * step) for step in range(len(scores))]
+    points = [Point(step, cost, score) for step, (cost, score) in enumerate(zip(costs, scores, strict=True))]
+    return [*points[:-1], Point(points[-1].step, points[-1].cost, points[-1].score, ended)]
 
 
-def test_the_crossing_is_between_two_evaluations(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    points = []
-    for seed, (ours, theirs) in enumerate([(100, 400), (200, 500), (100, 100)]):
-        for name, needed in (("window", ours), (benchmark.BASELINE, theirs)):
-            points += [point(benchmark, name, seed, 0, 0.6), point(benchmark, name, seed, 2 * needed, 0.8, "score")]
-    ratios = benchmark.report(points, ["window", benchmark.BASELINE], score=0.7, baseline=benchmark.BASELINE)
-    assert ratios["window"] == pytest.approx({"passes": 2.5, "cpu_s": 2.5, "wall_s": 2.5})
+def test_a_rate_that_diverges_on_some_seeds_is_not_chosen(benchmark: ModuleType) -> None:
+    """Even where it is ahead after two updates, and reaches the score first with another seed."""
+    from grpo_compare import Run, best_rate
+
+    fast = {Run("color", benchmark.BASELINE, 1e-2, 1): curve(0.63, 0.66, 0.71)}
+    fast |= {Run("color", benchmark.BASELINE, 1e-2, 2): curve(0.63, 0.64, 0.55)}
+    slow = {Run("color", benchmark.BASELINE, 6e-3, seed): curve(0.63, 0.64, 0.65, 0.68, 0.7) for seed in (1, 2)}
+    assert best_rate(fast | slow, (1e-2, 6e-3), 0.7) == 6e-3
+    slower = {Run("color", benchmark.BASELINE, 3e-3, seed): curve(0.63, 0.64, 0.66, 0.66, 0.69, 0.7) for seed in (1, 2)}
+    assert best_rate(slow | slower, (6e-3, 3e-3), 0.7) == 6e-3
+
+
+def test_costs_are_compared_seed_by_seed(
+    benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What has not reached the score gives a bound; a file returns what was written to it, once per step."""
+    from grpo_compare import Run, cost_until, read_curves, write_point
+
+    curves = {
+        Run("color", benchmark.BASELINE, 6e-3, 1): curve(0.63, 0.65, 0.75),
+        Run("color", benchmark.BASELINE, 6e-3, 2): curve(0.63, 0.64, 0.66),
+        **{Run("color", "window, 4 steps", 6e-3, seed): curve(0.6, 0.7, passes=300, ended="score") for seed in (1, 2)},
+    }
+    assert cost_until(curves[Run("color", benchmark.BASELINE, 6e-3, 2)], 0.7) is None
+    for run, points in curves.items():
+        for point in [*points, points[-1]]:
+            write_point(tmp_path / "results.jsonl", run, point)
+    assert read_curves(tmp_path / "results.jsonl") == curves
+    rows = baseline, ours = list(benchmark.make_rows(curves, "color"))
+    assert [(round(ratio, 3), exact) for ratio, exact in ours.ratios(baseline, "passes")] == [(6.0, True), (8.0, False)]
+    assert (baseline.scores, list(baseline.costs)) == ({1: 0.75, 2: 0.66}, [1])
+    assert ours.costs[1].cpu_s == pytest.approx(3.0)
+    benchmark.print_table(rows, "color")
     out = capsys.readouterr().out
-    assert "| window | 3 of 3 | 100 (100 to 200) | 10 (10 to 20) | 20 (20 to 40) |" in out
-    assert "with seed" not in out
-    points[3] = point(benchmark, benchmark.BASELINE, 0, 900, 0.65, "limit")
-    ratios = benchmark.report(points, ["window", benchmark.BASELINE], score=0.7, baseline=benchmark.BASELINE)
-    assert ratios.keys() == {"window"}
-    assert ratios["window"] == pytest.approx({"passes": 2.5, "cpu_s": 2.5, "wall_s": 2.5})  # the median of 9, 2.5 and 1
-    out = capsys.readouterr().out
-    assert "with seed 0: " in out
-    assert f"| {benchmark.BASELINE} | 2 of 3 | 500 (100 to 900) |" in out
-    assert not benchmark._judged(ratios)
-    assert benchmark._judged({"window": {"passes": 3.1, "cpu_s": 3.0, "wall_s": 4.0}, "NFT": {"passes": 1.0}})
-    assert not benchmark._judged({"window": {"passes": 3.1, "cpu_s": 2.9}})
+    assert "| 7.0 (6.0 to 8.0) or more | 7.0 (6.0 to 8.0) or more |" in out
+    assert "0.660 after 2400 passes" in out
+    assert benchmark._judged(rows)
+    assert not benchmark._judged(rows[:1])
+
+
+def test_every_task_has_settings_of_equal_effort(benchmark: ModuleType) -> None:
+    """Baselines have at least as many rates as ours, and more passes."""
+    for task in benchmark.TASKS.values():
+        baseline, *others = task.settings.values()
+        assert all(len(baseline.rates) >= len(other.rates) and baseline.limit >= other.limit for other in others)
 
 
 def test_most_of_the_saturated_prompts_leave_no_choice(benchmark: ModuleType, tmp_path: Path) -> None:
-    captions = benchmark.saturated_prompts(tmp_path).read_text().splitlines()
+    captions = benchmark.TASKS["saturated"].prompts(tmp_path).read_text().splitlines()
     assert [" or " in caption for caption in captions] == [True] * 8 + [False] * 24
     assert len(set(captions)) == len(captions)
 
@@ -95,7 +124,7 @@ def test_most_of_the_saturated_prompts_leave_no_choice(benchmark: ModuleType, tm
 def test_what_is_not_learned_is_said(
     benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = {**SMALL, "lr": 1e-6, "train_steps": 1}
+    small = {**SMALL, "evaluated": 4, "lr": 1e-6, "train_steps": 1}
     monkeypatch.setattr(benchmark, "ALGORITHMS", {"window": {"LoRA": small, "full": small}})
     monkeypatch.setattr(benchmark, "_CAPTIONS", 4)
     with pytest.raises(SystemExit) as ended:

@@ -34,8 +34,8 @@ class Preset:
         full: further ones for `--training_type full-finetune`, if published.
         omitted_settings: further published settings or differences, and the reason why they are not here.
         budget: GPUs that it is for, if measured.
-        speed: how many times sooner it reaches a score than the baseline of `benchmarks/results/grpo_cpu.md`, in passes
-            of the network and in CPU seconds, or empty.
+        speed: how many times fewer passes of the network it takes to a score than the baseline of
+            `benchmarks/results/grpo_cpu.md`, or empty.
     """
 
     title: str
@@ -142,8 +142,8 @@ def budget_rows() -> list[tuple[str, str, str, str]]:
             for name, preset in PRESETS.items()
             if preset.speed
         ),
-        ("one GPU, with rollouts of 10 steps", "no preset", "32", "2.7, 2.5"),
-        ("one GPU, and a reward with a gradient", "`--method refl --num_generations 1`", "8", "20.0, 15.8"),
+        ("one GPU, with rollouts of 10 steps", "no preset", "32", "2.0"),
+        ("one GPU, and a reward with a gradient", "`--method refl --num_generations 1`", "8", "15"),
         ("several GPUs", f"as published: {', '.join(f'`{name}`' for name in published)}",
          f"{min(several)} to {max(several)}", "-"),
     ]  # fmt: skip
@@ -151,17 +151,17 @@ def budget_rows() -> list[tuple[str, str, str, str]]:
 
 def budget_table() -> str:
     """Return `budget_rows` as a Markdown table."""
-    head = "| budget | settings | clips per rollout | times as fast: passes, CPU s |\n|---|---|---|---|"
+    head = "| budget | settings | clips per rollout | times fewer passes, demo model |\n|---|---|---|---|"
     return "\n".join([head, *(f"| {' | '.join(row)} |" for row in budget_rows())])
 
 
 def budget_text(width: int) -> str:
     """Return `budget_rows` as text for a terminal."""
-    lines = ["presets by budget, clips per rollout, and times as fast (passes, CPU s):"]
+    lines = ["presets by budget, clips per rollout, and times fewer passes than DanceGRPO's on the demo model:"]
     for budget, settings, clips, speed in budget_rows():
         text = f"{settings.replace('`', '')}: {budget}; {clips} clips; {speed}".removesuffix("; -")
         lines.append(fill(text, width, initial_indent="  ", subsequent_indent="      "))
-    return "\n".join([*lines, "docs/how-to/grpo.md says how this was measured."])
+    return "\n".join([*lines, "docs/how-to/grpo.md says how this was measured, and what it does not show."])
 
 
 def _from(source: str, **values: Any) -> dict[str, tuple[Any, str]]:
@@ -198,7 +198,7 @@ PRESETS: dict[str, Preset] = {
         title="One trained step of four",
         reference="benchmarks/results/grpo_cpu.md",
         budget="one GPU",
-        speed="11.8, 7.5",
+        speed="11",
         settings={
             **_SMALL,
             **_from(_MEASURED, sampling_steps=4, window_size=1, window_range=[0.0, 0.5], window_strategy="random",
@@ -214,7 +214,7 @@ PRESETS: dict[str, Preset] = {
         reference="arXiv:2509.16117, benchmarks/results/grpo_cpu.md",
         method="nft",
         budget="one GPU, sampling without noise",
-        speed="6.4, 6.3",
+        speed="4.4",
         settings={
             **_SMALL, **_from(_MEASURED, sampling_steps=6, noise_levels=2, init_same_noise=False, nft_kl=0.0)
         },

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from one_of import OneOf
 from real_process import Python
 
 from finetrainers.parallel import ranks
+from finetrainers.rewards.reward_set import RewardError
 
 #: The step's time-out is one second; rank 0 keeps rank 1 waiting for longer, in every way that there is.
 IDLE = """
@@ -82,6 +84,24 @@ def test_idle_ranks_wait_longer_than_a_step_may_take(python: Python, tmp_path: P
     assert "the VAE " in second["failed"]
     assert " rank 0: 'missing part'" in second["failed"]
     assert second["hang"] == "seen"
+
+
+@pytest.mark.parametrize("here", [None, "reward", "other"])
+@pytest.mark.parametrize("there", [None, "reward", "other"])
+def test_all_ranks_agree_on_whether_a_run_can_be_saved(
+    here: str | None, there: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saving is collective: all processes begin it after a failure, or none."""
+    errors = {None: None, "reward": RewardError("gone"), "other": ValueError("diverged")}
+    process = ranks.SingleProcess(torch.device("cpu"))
+    others = [("rank 1: error", there == "reward")] if there else []
+    monkeypatch.setattr(process, "gather_objects", lambda items: [*items, *others])
+    if here is there is None:
+        process.raise_if_any_failed(None, "scoring")
+        return
+    with pytest.raises((RewardError, ranks.RemoteRankError, ValueError)) as caught:
+        process.raise_if_any_failed(errors[here], "scoring")
+    assert getattr(caught.value, "is_resumable", False) == ({here, there} <= {None, "reward"})
 
 
 def test_processes_that_share_samples_take_turns() -> None:
