@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
-from enum import Enum
-from functools import partial
-from pathlib import PurePath
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
@@ -20,13 +17,14 @@ from finetrainers.config.prompts import PYTHON_PROMPTS, prompt_rows, python_prom
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.reading.sources.python_rows import StoredRows
 from finetrainers.parallel.sharding import expected_split
-from finetrainers.utils.addresses import describe_address
 from finetrainers.utils.failures import InputError, Kind
 from finetrainers.utils.text import plural
 
+from .digests import EARLIER_DIGITS, Fingerprint, describe
+
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from torch import Tensor, nn
+    from torch import nn
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
@@ -37,12 +35,8 @@ _LORA_OPTIONS = {
     "rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "use_rslora": "use_rslora",
     "use_dora": "use_dora",
 }  # fmt: skip
-#: Values of variables that a digest covers where everything else is code.
-_CONSTANTS = (str, int, float, complex, Enum, PurePath)
-#: Numbers at both ends of a tensor that a fingerprint covers.
-_ENDS = 4096
-#: Depth of objects within objects that a fingerprint covers.
-_DEEPEST = 12
+#: Names of each part in the note on uncompared objects.
+_LISTED = 5
 #: Initializations of a LoRA that leave the model's own weights as they are.
 _INITIALIZATIONS = (True, False, "gaussian", "orthogonal")
 
@@ -80,6 +74,20 @@ class CustomParts:
         if isinstance(self.rewards, Mapping):
             parts |= {f"rewards.{name}": reward for name, reward in parts.pop("rewards").items()}
         return parts
+
+    @cached_property
+    def described(self) -> dict[str, Fingerprint]:
+        """The descriptions of the parts, by name."""
+        return {name: _describe(name, part) for name, part in self.by_name.items()}
+
+    @property
+    def uncompared_note(self) -> str | None:
+        """A note that names uncompared state and objects within the parts, or None if there are none."""
+        texts = []
+        for name, (_, uncompared) in self.described.items():
+            more = f" and {len(uncompared) - _LISTED} more" if len(uncompared) > _LISTED else ""
+            texts += [f"{name} ({', '.join(uncompared[:_LISTED])}{more})"] if uncompared else []
+        return f"note: not compared when the run is resumed: {'; '.join(texts)}" if texts else None
 
     @property
     def prompts_by_option(self) -> dict[str, Any]:
@@ -119,7 +127,7 @@ class CustomParts:
             problems += self._conflicts(config)
         if problems:
             raise ConfigError(problems)
-        options: dict[str, Any] = {"parts": [f"{name}={_record(name, part)}" for name, part in self.by_name.items()]}
+        options: dict[str, Any] = {"parts": [f"{name}={part.text}" for name, part in self.described.items()]}
         if self.lora is not None:
             options |= _lora_options(self.lora)
         options |= {name: PYTHON_PROMPTS[name] for name in self.prompts_by_option}
@@ -275,109 +283,23 @@ def _lora_options(lora: LoraConfig) -> dict[str, Any]:
     return options
 
 
-def _record(name: str, part: Any) -> str:
+def _describe(name: str, part: Any) -> Fingerprint:
     """Return the description of a part, with a digest, for the configuration on disk."""
+    if isinstance(part, StoredRows):
+        return Fingerprint(part.fingerprint, [])
     if name not in PYTHON_PROMPTS:
-        return fingerprint(part)
-    rows = prompt_rows(part)
-    digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:12]
-    return f"{plural(len(rows), 'prompt')} {digest}"
+        return describe(part)
+    digest = hashlib.sha256(json.dumps(prompt_rows(part), sort_keys=True).encode()).hexdigest()[:12]
+    return Fingerprint(f"{plural(len(part), 'prompt')} {digest}", [])
 
 
-def fingerprint(value: Any) -> str:
-    """Return the name of an object, and a digest of its source and settings, which is equal for equal objects."""
-    if isinstance(value, StoredRows):
-        return value.fingerprint
-    named = value.func if isinstance(value, partial) else value
-    return f"{describe_address(named)} {_Digests().digest(value)[:12]}"
+def equal_parts(saved: Sequence[str], now: Sequence[str]) -> bool:
+    """Return whether the parts of a checkpoint are those of a run; digests of earlier versions are not compared."""
+    pairs = list(zip(saved, now, strict=False))
+    return len(saved) == len(now) and all(then == part or _is_earlier(then, part) for then, part in pairs)
 
 
-class _Digests:
-    """Digests of an object and of all within it, each computed once; objects may refer to themselves."""
-
-    def __init__(self) -> None:
-        self._digests: dict[int, tuple[Any, str]] = {}  # with the object, so that no other one gets its id
-        self._open: list[int] = []
-
-    def digest(self, value: Any) -> str:
-        """Return a text that is equal for equal values: of functions it covers the source and enclosed variables."""
-        is_constant = value is None or isinstance(value, (bytes, *_CONSTANTS))
-        if is_constant or type(value).__qualname__ in ("dtype", "device"):
-            return repr(value)
-        key = id(value)
-        if key in self._open or len(self._open) > _DEEPEST:
-            return str(describe_address(value))
-        if key not in self._digests:
-            self._open.append(key)
-            content = json.dumps(self._content(value), sort_keys=True)
-            self._digests[key] = (value, hashlib.sha256(content.encode()).hexdigest())
-            self._open.pop()
-        return self._digests[key][1]
-
-    def _content(self, value: Any) -> Any:
-        """Return the digests of what a value consists of."""
-        if isinstance(value, Mapping):
-            return {str(key): self.digest(item) for key, item in value.items()}
-        if isinstance(value, (set, frozenset)):
-            return sorted(map(self.digest, value))
-        if isinstance(value, Sequence):
-            return list(map(self.digest, value))
-        return [str(describe_address(value)), *map(self.digest, _definition(value))]
-
-
-def _definition(value: Any) -> list[Any]:
-    """Return what makes an object what it is: the source and variables of functions, the settings of others."""
-    if isinstance(value, partial):
-        return [value.func, value.args, value.keywords]
-    if inspect.ismethod(value):
-        return [value.__func__, value.__self__]
-    if inspect.isfunction(value):
-        try:
-            variables = inspect.getclosurevars(value)
-        except ValueError:  # a variable that has no value yet
-            return [_source(value), value.__defaults__, value.__kwdefaults__]
-        constants = {name: item for name, item in variables.globals.items() if isinstance(item, _CONSTANTS)}
-        return [_source(value), value.__defaults__, value.__kwdefaults__, dict(variables.nonlocals), constants]
-    if inspect.isclass(value):
-        return [_source(value)]
-    if hasattr(value, "dtype") and hasattr(value, "tobytes"):  # an array
-        return [str(value.dtype), tuple(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
-    if hasattr(value, "dtype") and hasattr(value, "detach"):
-        return [_tensors_digest({"": value})]
-    if hasattr(value, "state_dict") and hasattr(value, "named_parameters"):
-        config = getattr(value, "config", {})
-        settings = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
-        plain = {
-            name: item for name, item in vars(value).items() if isinstance(item, _CONSTANTS) and name != "training"
-        }
-        settings = [_without_private(settings), _without_private(plain)]
-        return [_source(type(value)), *settings, _tensors_digest(value.state_dict())]
-    if hasattr(value, "to_dict"):
-        return [value.to_dict()]
-    return [_source(type(value)), _without_private(getattr(value, "__dict__", {}))]
-
-
-def _without_private(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings without private ones, and without the device, which differs between processes."""
-    return {name: value for name, value in settings.items() if name[:1] != "_" and name != "device"}
-
-
-def _tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return a digest of names, dtypes, shapes and both ends of tensors."""
-    import torch
-
-    digest = hashlib.sha256()
-    for name, tensor in tensors.items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        flat = tensor.detach().reshape(-1)
-        for end in (flat[:_ENDS], flat[-_ENDS:]):
-            digest.update(end.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _source(value: Any) -> str:
-    """Return the source of a function or class, or its name if Python does not know the source."""
-    try:
-        return inspect.getsource(value)
-    except (OSError, TypeError):
-        return str(describe_address(value))
+def _is_earlier(then: str, now: str) -> bool:
+    """Return whether two descriptions have one name, and the first one has the shorter digest of earlier versions."""
+    (name, _, digest), (name_now, _, digest_now) = then.rpartition(" "), now.rpartition(" ")
+    return name == name_now and len(digest) == EARLIER_DIGITS < len(digest_now)

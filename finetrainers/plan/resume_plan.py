@@ -41,7 +41,7 @@ from .initial_weights import (
     stored_lora,
 )
 from .lineage import began_from, short_digest
-from .parts import has_part
+from .parts import equal_parts, has_part
 
 #: Learning rates that differ by less than this share count as the same.
 _SAME_RATE = 1e-3
@@ -312,7 +312,7 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, plan: TrainingS
             then, value = (
                 [part for part in parts or () if not part.startswith(_DATA_PARTS)] for parts in (then, value)
             )
-        if name not in allowed or then == value:
+        if name not in allowed or then == value or (name == "parts" and equal_parts(then or (), value)):
             continue
         if name in _MODEL_FACTS and None in (saved.get(name), value):
             continue  # unknown on one of the machines, or younger than the checkpoint

@@ -241,17 +241,20 @@ def train(  # noqa: PLR0913, what only Python can give
             prompts=prompts, eval_prompts=eval_prompts, rewards=rewards,
             **dict.fromkeys(rows, StoredRows()),
         )  # fmt: skip
-        parts.applied_to(config)  # refuses parts before rows are read, which may take long
-        config, stored = store_data(config, rows)
-        parts = replace(parts, data=stored.get("data"), eval_data=stored.get("eval_data"))
-        config = parts.applied_to(config)
+        applied = parts.applied_to(config)  # refuses parts before rows are read, which may take long
+        if rows:
+            config, stored = store_data(config, rows)
+            parts = replace(parts, data=stored.get("data"), eval_data=stored.get("eval_data"))
+            applied = parts.applied_to(config)
         stack.enter_context(parts.in_use())
-        checked = replace(get_ready(config), parts=parts)
+        checked = replace(get_ready(applied), parts=parts)
         with restored() as set_aside, quiet_libraries():
             from .run import run
 
             if set_aside:
                 print_line(f"note: settings of this process that do not apply to the run: {', '.join(set_aside)}")
+            if (note := parts.uncompared_note) is not None:
+                print_line(note)
             if in_notebook():
                 from .notebook import NotebookView
 

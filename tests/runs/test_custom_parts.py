@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import re
+import sys
 from collections.abc import Callable
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 import torch
 from diffusers import LTXVideoTransformer3DModel
 from peft import LoraConfig
+from PIL import Image
 from refusals import refused, refused_options
 from safetensors.torch import load_file
 from torch.optim import SGD
@@ -22,7 +26,8 @@ from finetrainers import Callback, TrainState, load_config, train
 from finetrainers.config.load import build_config
 from finetrainers.methods.base import micro_batch_loss
 from finetrainers.methods.sft import SFT
-from finetrainers.plan.parts import CustomParts, fingerprint
+from finetrainers.plan.digests import describe
+from finetrainers.plan.parts import CustomParts, equal_parts
 from finetrainers.sampling.weights import find_target
 
 
@@ -228,9 +233,9 @@ def test_equal_parts_have_equal_fingerprints(monkeypatch: pytest.MonkeyPatch) ->
     def schedule(peak: float) -> Callable[[int], float]:
         return lambda step: peak
 
-    assert fingerprint(schedule(0.1)) == fingerprint(schedule(0.1)) != fingerprint(schedule(0.2))
-    assert fingerprint(LoraConfig(r=4)) == fingerprint(LoraConfig(r=4)) != fingerprint(LoraConfig(r=8))
-    assert fingerprint(partial(SGD, lr=1)) != fingerprint(SGD)
+    assert describe(schedule(0.1)) == describe(schedule(0.1)) != describe(schedule(0.2))
+    assert describe(LoraConfig(r=4)) == describe(LoraConfig(r=4)) != describe(LoraConfig(r=8))
+    assert describe(partial(SGD, lr=1)) != describe(SGD)
 
     class Reference:
         def __init__(self, value: float) -> None:
@@ -239,27 +244,148 @@ def test_equal_parts_have_equal_fingerprints(monkeypatch: pytest.MonkeyPatch) ->
     def closeness(reference: Any) -> Callable[..., Any]:
         return lambda videos, prompts: videos - reference.image
 
-    assert fingerprint(Reference(1.0)) == fingerprint(Reference(1.0)) != fingerprint(Reference(2.0))
+    assert describe(Reference(1.0)) == describe(Reference(1.0)) != describe(Reference(2.0))
     same, other = Reference(1.0), Reference(1.0)
     other.array[1] = 3
-    assert fingerprint(closeness(same)) == fingerprint(closeness(Reference(1.0))) != fingerprint(closeness(other))
+    assert describe(closeness(same)) == describe(closeness(Reference(1.0))) != describe(closeness(other))
     itself: list[Any] = []
     itself.append(itself)
-    assert fingerprint(itself)
+    assert describe(itself)
     for first, second in ((Path("a"), Path("b")), (torch.float16, torch.float32), (1j, 2j), (KINDS.A, KINDS.B)):
-        assert fingerprint(partial(schedule, first)) != fingerprint(partial(schedule, second))
+        assert describe(partial(schedule, first)) != describe(partial(schedule, second))
     networks = [torch.nn.Dropout(p) for p in (0.1, 0.1, 0.2)]
-    assert fingerprint(networks[0]) == fingerprint(networks[1]) != fingerprint(networks[2])
+    assert describe(networks[0]) == describe(networks[1]) != describe(networks[2])
 
     def reads_constant() -> float:
         return CONSTANT
 
-    before = fingerprint(reads_constant)
+    before = describe(reads_constant)
     monkeypatch.setitem(globals(), "CONSTANT", 2.0)
-    assert fingerprint(reads_constant) != before
+    assert describe(reads_constant) != before
 
     def unfinished() -> Any:
         return later
 
-    assert fingerprint(unfinished)
+    assert describe(unfinished)
     later = 1
+
+
+GOALS, CALLS, LOG = [0.3], 0, list[Any]()
+
+
+def helper(value: float) -> float:
+    return value * CONSTANT
+
+
+class Base:
+    factor = 1.0
+
+    def score(self, value: float) -> float:
+        return helper(value) * self.factor
+
+
+class Goal(Base):
+    """A reward with settings, in slots too, and with state."""
+
+    __slots__ = ("level",)
+
+    def __init__(self, level: float, **settings: Any) -> None:
+        self.level, self.calls, self.log = level, 0, list[Any]()
+        vars(self).update(settings)
+
+    def __call__(self, videos: Any, prompts: Any) -> Any:
+        self.calls += 1
+        self.log.append(prompts)
+        return [self.score(goal) for goal in GOALS]
+
+
+def counting(videos: Any, prompts: Any) -> Any:
+    """Change global variables, which are no settings."""
+    global CALLS
+    CALLS += 1
+    LOG.append(prompts)
+    return [helper(goal) for goal in GOALS]
+
+
+def networks(change: int) -> torch.nn.Module:
+    """Return networks, of which one is another for each change."""
+    torch.manual_seed(0)
+    network: Any = torch.nn.Sequential(torch.nn.Linear(100, 200), torch.nn.ReLU(), torch.nn.Dropout(0.1))
+    network.register_buffer("mean", torch.zeros(3), persistent=False)
+    network.levels = [1, 2]
+    if change == 1:
+        network[1] = torch.nn.GELU()
+    elif change == 2:
+        network[2].p = 0.2
+    elif change == 3:
+        network.mean[1] = 1
+    elif change == 4:
+        network.levels.append(3)
+    elif change == 5:
+        network[0].weight.data[100, 50] += 1e-6
+    return network
+
+
+def test_whatever_makes_parts_differ_is_in_their_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nested(level: float) -> Callable[..., Any]:
+        def middle() -> Callable[..., Any]:
+            return lambda videos, prompts: [level] * len(prompts)
+
+        return middle()
+
+    values: dict[str, Callable[[int], Any]] = {
+        "networks": networks,
+        "nested closures": nested,
+        "slots": Goal,
+        "lru_cache": lambda change: lru_cache(partial(nested, change)),
+        "regexes": lambda change: partial(helper, re.compile("a" * 300 + str(change))),
+        "large closures": lambda change: nested([*range(10_000), change]),  # type: ignore[arg-type]
+        "attributes": lambda change: Goal(0.5, image=Image.new("RGB", (2, 2), (change, 0, 0))),
+        "namespaces": lambda change: Goal(0.5, settings=SimpleNamespace(change=change)),
+        "one line": lambda change: [lambda step: 0.1, lambda step: 0.2, lambda step: 0.3,
+                                    lambda step: 0.4, lambda step: 0.5, lambda step: 0.6][change],
+    }  # fmt: skip
+    for name, make in values.items():
+        texts = [describe(make(change)).text for change in range(6)]
+        assert len(set(texts)) == 6, name
+        assert describe(make(0)) == describe(make(0)), name
+    parts = {"function": counting, "class": Goal, "instance": Goal(0.5), "method": Goal(0.5).score}
+    before = {name: describe(part).text for name, part in parts.items()}
+    for target, attribute, value in (
+        (sys.modules[__name__], "CONSTANT", 3.0), (sys.modules[__name__], "helper", lambda value: value),
+        (Base, "score", lambda self, value: value), (Base, "factor", 2.0),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(target, attribute, value)
+            same = {name for name, part in parts.items() if describe(part).text == before[name]}
+        assert same <= ({"function"} if target is Base else set()), attribute
+    GOALS.append(0.5)
+    assert describe(counting).text != before["function"]
+    assert describe(parts["instance"]).text != before["instance"]
+    GOALS.pop()
+
+
+def test_state_of_parts_is_not_compared_and_named() -> None:
+    goal = Goal(0.5, stream=(index for index in range(3)), random=random.Random(0))
+    before = describe(goal), describe(counting)
+    goal(0, "a")
+    counting(0, "a")
+    assert (describe(goal), describe(counting)) == before
+    assert before[0].uncompared == ["calls", "log", "random", "stream"]
+    assert before[1].uncompared == ["CALLS", "LOG"]
+    assert describe(partial(SGD, lr=1.0)).uncompared == []
+    assert describe(LoraConfig(r=4, target_modules=["to_q"])).uncompared == []
+    # The layout of a call is no part of a function that stands in it.
+    first = describe(lambda step: 0.1 * step)
+    second = describe(
+        lambda step: 0.1 * step  # a comment
+    )
+    assert first == second
+
+
+def test_parts_of_earlier_versions_are_compared_by_name() -> None:
+    now = ["optimizer=torch.optim.sgd:SGD 0123456789abcdef", "prompts=2 prompts 0123456789ab"]
+    assert equal_parts(["optimizer=torch.optim.sgd:SGD 1080a60937d9", now[1]], now)
+    assert not equal_parts(["optimizer=torch.optim.adam:Adam 1080a60937d9", now[1]], now)
+    assert not equal_parts([now[0], "prompts=2 prompts 1080a60937d9"], now)
+    assert not equal_parts([now[0].replace("0123", "3210"), now[1]], now)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from finetrainers import load_config, train
 from finetrainers.config.prompts import prompt_rows
+from finetrainers.plan.digests import describe
 from finetrainers.plan.initial_weights import LORA_FILE
-from finetrainers.plan.parts import CustomParts, fingerprint
+from finetrainers.plan.parts import CustomParts
 from finetrainers.rewards.base import Head, Reward
 from finetrainers.rewards.pixels import Brightness
 from finetrainers.rewards.registry import REWARDS, resolve_reward
@@ -185,7 +186,7 @@ def test_other_methods_score_held_out_prompts(options: Callable[..., dict]) -> N
     config = load_config(**options(dry_run=True, eval_reward=["bright"], eval_steps=1))
     held_out = ["a ball", {"prompt": "a cat", "size": "1x64x64"}]
     assert train(config, eval_prompts=held_out, rewards={"bright": Brightness()}).config.run.parts[1:] == [
-        f"rewards.bright={fingerprint(Brightness())}"
+        f"rewards.bright={describe(Brightness()).text}"
     ]
     with refused_options(("eval_prompts[1]", "unknown")):
         train(config, eval_prompts=["a ball", {"prompt": "a cat", "wide": 64}], rewards={"bright": Brightness()})

@@ -216,7 +216,7 @@ def _is_sealed(path: Path, seal: Path) -> bool:
 def has_digest(path: Path, digest: str) -> bool:
     """Return whether there is a file whose SHA-256 begins with a digest."""
     try:
-        return path.is_file() and file_sha256(path).startswith(digest)
+        return bool(digest) and path.is_file() and file_sha256(path).startswith(digest)
     except OSError:
         return False
 
