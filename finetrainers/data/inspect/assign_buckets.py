@@ -177,8 +177,8 @@ def _nothing_to_animate(entry: ProbedItem, *, data: DataSection, geometry: Geome
         return None
     if entry.item.kind == "video":
         return _too_short(entry, geometry.temporal + 1, data=data, geometry=geometry)
-    reason = "this checkpoint animates an image, and a single one leaves nothing to generate"
-    return InvalidSample("no_bucket", f"{reason}; remove it, or train a text-to-video checkpoint")
+    reason = "a single image has nothing to animate; remove it, or train a text-to-video checkpoint"
+    return InvalidSample("no_bucket", reason)
 
 
 def _set_rate(entry: ProbedItem, *, data: DataSection, target_fps: float, backend: str) -> None:
