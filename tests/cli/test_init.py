@@ -248,6 +248,17 @@ def test_every_family_gets_a_file_that_passes_its_dry_run(
     capsys.readouterr()
 
 
+def test_a_checkpoint_that_animates_images_leaves_images_out(here: Path, tiny_repo: Callable[..., Path]) -> None:
+    """The file allows as many, and samples start from a clip."""
+    write_mixed(here / "clips", copies=2)
+    model = str(tiny_repo("wan", "i2v"))
+    assert main(["init", "clips", "--model", model, "--kind", "motion", "--card", "cpu"]) == exit_codes.DONE
+    config = load_config("run.toml")
+    assert config.data.max_bad_samples == 2
+    assert all(prompt.video and not prompt.image for prompt in parse_validation_prompts(config.validation))
+    assert {bucket[0] > 1 for bucket in preflight(config).plan.buckets} == {True}
+
+
 def test_the_file_fits_the_card(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_mixed(here / "clips")
     assert main(["init", "clips", "--model", DEMO, "--card", SMALL]) == exit_codes.DONE
