@@ -10,6 +10,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.models.files.lora_names import FORMATS
 from finetrainers.utils import exit_codes
 from finetrainers.utils.files import folder_problem
+from finetrainers.utils.progress import working
 
 from .overview import described
 
@@ -104,14 +105,14 @@ def _check(arguments: argparse.Namespace) -> list[Problem]:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from finetrainers.results.export_formats import export_formats, print_exported
-
     source = arguments.source
-    exports = export_formats(
-        source, arguments.format, arguments.output_dir, overwrite=arguments.overwrite, **_settings(arguments)
-    )
-    for export in exports:
-        print_exported(export, source, say=print)
+    with working(f"exporting to {arguments.output_dir}"):
+        from finetrainers.results.export_formats import export_formats, print_exported
+
+        for export in export_formats(
+            source, arguments.format, arguments.output_dir, overwrite=arguments.overwrite, **_settings(arguments)
+        ):
+            print_exported(export, source, say=print)
     return exit_codes.DONE
 
 

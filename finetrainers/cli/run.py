@@ -179,11 +179,11 @@ def _number(text: str) -> int | None:
 
 def _plan(stages: Sequence[Stage], arguments: argparse.Namespace, warnings_file: IO[str] | None) -> int:
     """Check all stages, and print their plan, with its warnings as JSON to a file; return an exit code."""
-    from finetrainers.runs.stages_plan import plan_stages
-
     quiet_progress_bars()
     try:
         with working("checking the stages"):
+            from finetrainers.runs.stages_plan import plan_stages
+
             warnings = plan_stages(
                 stages,
                 again_from=arguments.again_from,

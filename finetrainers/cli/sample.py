@@ -15,6 +15,7 @@ from finetrainers.utils import exit_codes
 from finetrainers.utils.launch import launched_rank, print_refusal
 from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.process_state import gc_paused
+from finetrainers.utils.progress import working
 from finetrainers.utils.text import file_size, plural
 
 from .options import options_parser, read_arguments
@@ -83,7 +84,8 @@ def _read_plan(argv: Sequence[str]) -> tuple[SamplePlan, bool]:
     problems = arguments.problems
     if arguments.targets and not arguments.unclear:
         try:
-            plan = plan_samples(arguments.targets, arguments.options, arguments.flags)
+            with working("planning the samples"):
+                plan = plan_samples(arguments.targets, arguments.options, arguments.flags)
         except ConfigError as error:
             problems += error.problems
     elif not arguments.unclear:
@@ -130,7 +132,7 @@ def _sample(plan: SamplePlan) -> int:
     is_main = launched_rank() == 0
     if is_main:
         print("\n".join(_plan_lines(plan)), flush=True)
-    with gc_paused():
+    with gc_paused(), working("importing torch and diffusers"):
         from finetrainers.sampling.run import draw
     quiet_progress_bars()
     gc.freeze()  # as for training: the libraries' objects live to the end

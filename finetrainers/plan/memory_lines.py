@@ -26,7 +26,7 @@ from .start_report import part_name
 if TYPE_CHECKING:
     from .memory_plan import RunMemory
 
-#: Seconds of a run on a CPU from which smaller clips are recommended.
+#: Longest run on a CPU, in seconds, without advice to use smaller clips.
 _LONG_ON_CPU_S = 1800
 
 

@@ -195,9 +195,10 @@ def test_what_cannot_become_a_run_is_refused(here: Path) -> None:
     assert refused_command(["init", "photos", "--output", "x.toml", "--card", "this"])[1] == [("--card", "unavailable")]
     (here / "broken").mkdir()
     (here / "broken" / "cut.mp4").write_bytes(b"no video")
-    for data in ("empty", "broken"):
-        refusal = refused_command(["init", data, "--output", "x.toml"])
-        assert refusal == (exit_codes.UNUSABLE_DATA, [("data", "not_found")])
+    refusal = refused_command(["init", "empty", "--output", "x.toml"])  # before torch is imported
+    assert refusal == (exit_codes.CONFIGURATION, [("DIR", "not_found")])
+    refusal = refused_command(["init", "broken", "--output", "x.toml"])
+    assert refusal == (exit_codes.UNUSABLE_DATA, [("data", "not_found")])
     assert refused_command(["init", "photos", "--kind", "motion", "--output", "x.toml"])[1] == [("--kind", "conflict")]
     assert not Path("x.toml").exists()
 

@@ -55,6 +55,8 @@ def read_data_root(text: str) -> Path:
     path = read_path(text)
     if not path.is_dir():
         raise InputError(f"{'is a file' if path.exists() else 'no such directory'}: {quoted(text)}", "not_found")
+    if not any(file.is_file() for file in path.rglob("*")):
+        raise InputError(f"{quoted(text)} holds no files; put clips or images there, with captions", "not_found")
     return path
 
 

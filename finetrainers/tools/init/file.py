@@ -80,7 +80,11 @@ def _section_comments(proposal: Proposal, answers: Answers) -> dict[str, list[st
         data += _comment(f"Cannot be used: {', '.join(item['name'] for item in proposal.rejected[:3])}.")
     comments["data"] = [*comments.get("data", []), *data]
     if answers["trigger_word"]:
-        lines = _comment("Keep other prompts as they were (a step takes about twice as long):")
+        lines = _comment(
+            'If samples without the trigger word change too, add other clips (a dataset file, with id_token = "" for '
+            "them; see docs/how-to/good-results.md#leakage), or keep other prompts as they were (a step takes about "
+            "twice as long):"
+        )
         prior = [f"# {_option('prior_preservation_weight', 1.0)}"]
         if "id_token" not in proposal.options:
             prior.append(f"# {_option('class_prompt', '')}")
