@@ -26,7 +26,7 @@ from finetrainers.utils.reading import read_jsonl
 @pytest.fixture
 def values(options: Callable[..., dict]) -> dict[str, Any]:
     values = options(train_steps=1, checkpointing_steps=0)
-    del values["data_root"]
+    del values["data_root"], values["lr"]
     return values
 
 
