@@ -29,6 +29,7 @@ TEST = [
     "pytest-xdist==3.8.0",
     "pytest-timeout==2.4.0",
     "hypothesis==6.170.15",
+    "covertable==3.2.0",
     "jsonschema==4.26.0",
     "markdown-it-py==4.3.0",
     "html5lib==1.1",
