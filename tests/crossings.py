@@ -312,6 +312,10 @@ CONFLICTS = [
     (("weights", "in_backward"), ("optimizer", "prodigy")),
     (("weights", "in_backward"), ("optimizer", "python")),
     (("weights", "in_backward"), ("memory", "int8")),
+    (
+        ("weights", "in_backward"),
+        ("state", "plain"),
+    ),  # weights change within a step, so that an interrupt saves nothing
     (("weights", "in_backward"), ("memory", "swap")),
     (("weights", "full"), ("memory", "int8")),
     (("weights", "full"), ("memory", "swap")),
