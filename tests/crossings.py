@@ -176,7 +176,7 @@ SHARED: dict[str, dict[str, Value]] = {
         "full": {"training_type": "full-finetune"},
     },
     "optimizer": {
-        "adamw": {},
+        "adamw": {"lr": 3e-3},
         "cosine": {"beta2": 0.9, "lr_scheduler": "cosine", "lr_warmup_steps": 2},
         "prodigy": {"optimizer": "prodigy", "beta1": 0.8},
         "8bit": {"optimizer": "adamw", "use_8bit_bnb": True},
@@ -211,7 +211,7 @@ SHARED: dict[str, dict[str, Value]] = {
             "validation_prompts": f"{CAPTIONS[0]}@@@1x32x32", "validation_steps": 2, "validation_inference_steps": 2,
         },
     },
-    "settings": {"given": {"rank": 4, "lora_alpha": 8, "lr": 3e-3}, "chosen": {}},
+    "settings": {"given": {"rank": 4, "lora_alpha": 8}, "chosen": {}},
 }  # fmt: skip
 
 CLIPS: dict[str, dict[str, Value]] = {
