@@ -50,17 +50,19 @@ class Outcome:
         """Return the names of what differs.
 
         Args:
-            rounds: whether other roundings are allowed, which Adam turns into other steps: then the losses of the first
-                step are equal to 1e-3, and later ones to 2%.
+            rounds: whether other roundings are allowed, which Adam turns into other steps: then losses and rewards of
+                the first step are equal to 1e-3, and later ones to 2%.
         """
         steps = {step: self.numbers.get(step, {}) for step in sorted({**self.numbers, **other.numbers})}
         if rounds:
             first = min((step for step, numbers in steps.items() if "loss" in numbers), default=0)
             return [
-                f"loss of step {step}"
+                f"{name} of step {step}: {numbers[name]} and {other.numbers[step].get(name)}"
                 for step, numbers in steps.items()
-                if "loss" in numbers
-                and numbers["loss"] != pytest.approx(other.numbers[step]["loss"], rel=1e-3 if step == first else 2e-2)
+                for name in ("loss", "weighted_reward")
+                if name in numbers
+                and other.numbers[step].get(name)
+                != pytest.approx(numbers[name], rel=1e-3 if step == first else 2e-2, abs=1e-4)
             ]
         names = [
             f"{name} of step {step}: {numbers.get(name)} and {other.numbers.get(step, {}).get(name)}"
@@ -117,7 +119,12 @@ def flags_ignored(run: Path, *, is_lora: bool) -> list[str]:
     flags = RawOptions({"vae_dtype": "bf16"}, {"vae_dtype": "--vae_dtype"})
     clip = {"prompts": "a cat", "size": "1x32x32"}
     sampled = plan_samples([str(run)], SampleSection.model_validate({**clip, **given}), flags)
-    preset = {"preset": ["own=1x32x32,steps=3,guidance=1.5"], "prompts": "a cat", "no_track": True}
+    preset = {
+        "preset": ["own=1x32x32,steps=3,guidance=1.5"],
+        "prompts": "a cat",
+        "no_track": True,
+        "reward": ["brightness"],
+    }
     watch = {name: given[name] for name in ("negative_prompt", "frame_rate")}
     watched = plan_watch(run, WatchSection.model_validate({**preset, **watch}), flags)
     plans = {"sample": sampled, **{f"watch {name}": plan for name, plan in watched.presets.items()}}
