@@ -162,8 +162,8 @@ class Trainer:
             return "other processes have continued; let the run handle signals (handle_signals=True)"
         if self._is_updating or (state.ema is not None and state.ema.is_applied):
             return "weights were being changed"
-        fixed = getattr(state.method, "fixed_state", ())  # the rest may belong to the step that was interrupted
-        if not state.method.can_stop_after(state.step) or state.method.state_dict().keys() - set(fixed):
+        fits = getattr(state.method, "fits_last_step", not state.method.state_dict())  # else it may be that of the next
+        if not state.method.can_stop_after(state.step) or not fits:
             return self._rollouts_only
         return None
 

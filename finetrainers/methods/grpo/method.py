@@ -86,13 +86,7 @@ class Transition:
 
 
 class GRPO(RolloutMethod[RolloutBatch, Transition]):
-    """Group relative policy optimization of any registered model.
-
-    Attributes:
-        fixed_state: names in `state_dict` that never change during a run.
-    """
-
-    fixed_state = ("shares_starts",)
+    """Group relative policy optimization of any registered model."""
 
     def __init__(self, parts: MethodParts[PromptSource]) -> None:
         super().__init__(parts, uses_reference=parts.config.grpo.kl_coef > 0)
@@ -146,7 +140,7 @@ class GRPO(RolloutMethod[RolloutBatch, Transition]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         # A run of an earlier version goes on as it began: sharing rounds differently.
         self.collector.shares_starts = self.collector.shares_starts and state.get("shares_starts", False)
-        super().load_state_dict({name: value for name, value in state.items() if name not in self.fixed_state})
+        super().load_state_dict({name: value for name, value in state.items() if name != "shares_starts"})
 
     def dry_steps(self, transformer: nn.Module) -> Iterator[tuple[str, Step[Transition]]]:
         collected = self.dummy_rollout()

@@ -60,7 +60,13 @@ def decay(step: int, schedule: Sequence[float]) -> float:
 
 
 class OldPolicy:
-    """A copy of the trained weights that follows them."""
+    """A copy of the trained weights that follows them.
+
+    Attributes:
+        is_whole: False while weights are being moved or swapped, and for good if an interrupt has ended that.
+    """
+
+    is_whole = True
 
     def __init__(self, network: nn.Module) -> None:
         self._trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
@@ -69,8 +75,10 @@ class OldPolicy:
     @torch.no_grad()
     def follow(self, decay: float) -> None:
         """Move towards the trained weights."""
+        self.is_whole = False
         for name, parameter in self._trained.items():
             self.weights[name].lerp_(parameter.detach(), 1.0 - decay)
+        self.is_whole = True
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -82,8 +90,10 @@ class OldPolicy:
             self._swap()
 
     def _swap(self) -> None:
+        self.is_whole = False
         for name, parameter in self._trained.items():
             parameter.data, self.weights[name] = self.weights[name], parameter.data
+        self.is_whole = True
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
@@ -108,7 +118,9 @@ class NoisedClipsMethod(RolloutMethod[RolloutBatch, NoisyClips]):
     """
 
     old: OldPolicy | None = None
-    _collecting: int | None = None  # the rollout that `old` is ready for, until its clips are there
+    _moved_for: int | None = (
+        None  # the rollout that `old` has moved for, which it must not do twice
+    )
 
     def __init__(self, parts: MethodParts[PromptSource]) -> None:
         super().__init__(parts, uses_reference=measures_kl(parts.config))
@@ -118,13 +130,11 @@ class NoisedClipsMethod(RolloutMethod[RolloutBatch, NoisyClips]):
         self.trained_levels = [step for step in self.sampler.tables.own if step in allowed]
 
     def collect(self, transformer: nn.Module, rollout: int) -> RolloutBatch:
-        if rollout and self.old is not None and self._collecting != rollout:
+        if rollout and self.old is not None and self._moved_for != rollout:
             self.old.follow(decay(rollout * self.updates, self.section.old_policy_decay))
-        self._collecting = rollout
+            self._moved_for = rollout
         with self.sampling_policy():
-            collected = super().collect(transformer, rollout)
-        self._collecting = None
-        return collected
+            return super().collect(transformer, rollout)
 
     def sampling_policy(self) -> AbstractContextManager[None]:
         """Return a context in which the network is the policy that samples, by default the trained one."""
@@ -181,16 +191,20 @@ class NoisedClipsMethod(RolloutMethod[RolloutBatch, NoisyClips]):
             reference = self.predict(network, batch)
         return velocity_divergence(prediction, reference)
 
+    @property
+    def fits_last_step(self) -> bool:
+        return self.old is None or self.old.is_whole
+
     def state_dict(self) -> dict[str, Any]:
         old: dict[str, Any] = {} if self.old is None else {"old": dict(self.old.weights)}
-        if old and self._collecting is not None:  # the rollout failed, and its retry must not move the policy again
-            old["collecting"] = self._collecting
+        if old and self._moved_for is not None:
+            old["moved_for"] = self._moved_for
         return {**old, **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.old is None:
             super().load_state_dict(state)
             return
-        super().load_state_dict({name: value for name, value in state.items() if name not in ("old", "collecting")})
-        self._collecting = state.get("collecting")
+        super().load_state_dict({name: value for name, value in state.items() if name not in ("old", "moved_for")})
+        self._moved_for = state.get("moved_for")
         self.old.load(state.get("old", {}))

@@ -114,6 +114,14 @@ class RolloutMethod(ABC, Generic[R, T]):
             shared=self.shared_inputs(collected),
         )
 
+    @property
+    def fits_last_step(self) -> bool:
+        """Whether `state_dict` fits the weights of the last complete step even within the next one.
+
+        It does: the state says which rollout it has moved on for.
+        """
+        return True
+
     def state_dict(self) -> dict[str, Any]:
         selection = self.selection
         return {} if selection is None else {"prompts": selection.state_dict()}
