@@ -20,7 +20,8 @@ from finetrainers.utils.text import duration, file_size
 if TYPE_CHECKING:
     from finetrainers.data.cache.maintenance import CacheMaintenance
 
-_DESCRIPTION = """A cache holds the prompt embeddings and latents of captions and clips, one file each.
+_DESCRIPTION = """A cache holds the prompt embeddings and latents of captions and clips, one file each, and the media
+of archives and of rows from Python.
 It is in <output_dir>/precomputed or in --precompute_dir. Entries never become stale: when captions, files, sizes or
 models change, new entries are added, and the old ones are not read again. `prune` removes those. Every command takes
 the directory of the cache, or the output directory of a run.
@@ -85,7 +86,8 @@ def _check(arguments: argparse.Namespace) -> Iterator[Problem]:
             yield Problem("prune", message, "required")
         if arguments.older_than is not None and not 0 <= arguments.older_than < math.inf:
             yield Problem("--older_than", f"{arguments.older_than:g} is not a number of days")
-    if not any((arguments.directory / place).is_dir() for place in ("tensors", "precomputed/tensors")):
+    places = (arguments.directory, arguments.directory / "precomputed")
+    if not any((place / kind).is_dir() for place in places for kind in ("tensors", "media")):
         message = f"{arguments.directory} holds no cache; use the --precompute_dir or the --output_dir of a run"
         yield Problem("DIR", message, "not_found")
 
@@ -190,6 +192,10 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
         image_paths = {path for image in images for path in (image.path, image.last) if path is not None}
         mask_paths = {clip.mask.path for clip in masked if clip.mask is not None}
         digests.learn({path for clip in clips for path in clip.files} | mask_paths | image_paths)
+        files = {path for clip in clips for path in clip.files} | mask_paths | image_paths
+        files |= {path for path in (config.data.dataset_file, config.data.eval_dataset_file) if path is not None}
+        root = directory.resolve()
+        keys |= {path.relative_to(root).as_posix() for path in map(Path.resolve, files) if path.is_relative_to(root)}
         names = replace(CacheKeys.of(directory, config), digests=digests)
         keys.update(names.mask(clip) for clip in masked)
         for vae in vaes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -15,6 +16,7 @@ from PIL import Image
 from refusals import refused_options
 
 from finetrainers import batches, check, load_config, train
+from finetrainers.cli.main import main
 from finetrainers.config.sections import DataSection
 from finetrainers.data.reading.datasets import media_dir
 from finetrainers.data.reading.media import open_image
@@ -233,3 +235,28 @@ def test_datasets_are_read_by_item(values: dict[str, Any], make_clips: Callable[
     path = next(iter(make_clips(1).glob("*.mp4")))
     report = check(load_config(**{**values, "image_resolution_buckets": []}), data=[{"video": path, "caption": "a"}])
     assert [(item["path"], item["where"]) for item in report["items"]] == [(str(path), "data[0]")]
+
+
+def test_stored_rows_are_listed_and_pruned_with_the_cache(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = tmp_path / "cache"
+    values |= {"precompute_conditions": True, "precompute_dir": cache}
+    kept = train(load_config(**values), data=[{"video": clip(0), "caption": "a"}])
+    train(load_config(**{**values, "output_dir": tmp_path / "other"}), data=[{"video": clip(1), "caption": "b"}])
+
+    def media() -> dict[str, int]:
+        capsys.readouterr()
+        assert main(["cache", "ls", str(cache), "--json"]) == 0
+        return {group["kind"]: group["entries"] for group in json.loads(capsys.readouterr().out)["groups"]}
+
+    assert media() == {"text": 3, "video": 2, "media": 4}  # two clips and two lists of rows
+    prune = ["cache", "prune", str(cache), "--keep", str(kept.run_dir / "config.toml")]
+    assert main([*prune, "--dry_run"]) == 0
+    assert media()["media"] == 4
+    assert main(prune) == 0
+    assert media() == {"text": 2, "video": 1, "media": 2}
+    assert sorted(path.suffix for path in (cache / "media").glob("*/*")) == [".mp4", ".rows", ".sha256"]
+    assert train(load_config(kept.run_dir / "config.toml", output_dir=tmp_path / "again"), data=[
+        {"video": clip(0), "caption": "a"}
+    ]).metrics[0]["loss"] == kept.metrics[0]["loss"]  # fmt: skip

@@ -15,6 +15,7 @@ from pathlib import Path
 from finetrainers.utils.progress import Progress
 
 from ..inspect.file_facts import FileFacts
+from ..reading.sources.unpacked import SEAL
 from .store import SUFFIX, TEMPORARY, CacheInUse, TensorCache, is_finite, read_about, read_entry
 
 #: Entries are read by several threads, since a network disk answers slowly and many at a time.
@@ -23,6 +24,8 @@ _THREADS = 8
 _ABANDONED_S = 3600.0
 #: Uses are recorded once a day: without locks, more recent ones are unknown.
 _BLIND_DAYS = 2.0
+#: Directories of a cache: tensors, and media of archives and of rows from Python.
+KINDS = ("tensors", "media")
 _UNKNOWN = {"kind": "unknown", "of": "", "model": "", "identity": ""}
 
 
@@ -69,7 +72,7 @@ class CacheMaintenance:
             FileNotFoundError: there is no cache.
         """
         candidates = (directory, directory / "precomputed")
-        cache_directory = next((path for path in candidates if (path / "tensors").is_dir()), None)
+        cache_directory = next((path for path in candidates for kind in KINDS if (path / kind).is_dir()), None)
         if cache_directory is None:
             raise FileNotFoundError(
                 f"{directory} holds no cache; use the --precompute_dir or the --output_dir of a run"
@@ -87,11 +90,26 @@ class CacheMaintenance:
                 entries.append(Entry(key, Path(file.path), stat.st_size, stat.st_mtime))
         return entries
 
+    def media(self) -> list[Entry]:
+        """Return the files unpacked from archives or stored for rows from Python, and the lists of these rows.
+
+        Their keys are paths in the directory.
+        """
+        media = self.directory / "media"
+        entries = []
+        for path in (*media.glob("??/*"), *media.glob("rows/*")):
+            if path.suffix != SEAL:
+                stat = path.stat()
+                key = path.relative_to(self.directory).as_posix()
+                entries.append(Entry(key, path, stat.st_size, max(stat.st_atime, stat.st_mtime)))
+        return entries
+
     def groups(self) -> list[Group]:
         """Return the entries by kind and model, the largest first; their headers are read."""
-        entries = self.entries()
+        entries, media = self.entries(), self.media()
         with ThreadPoolExecutor(_THREADS) as pool:
-            abouts = list(pool.map(_about, entries))
+            abouts = [*pool.map(_about, entries), *({**_UNKNOWN, "kind": "media"} for _ in media)]
+        entries += media
         entries_by_group: dict[tuple[str, str, str], list[Entry]] = {}
         for entry, about in zip(entries, abouts, strict=True):
             entries_by_group.setdefault((about["kind"], about["model"], about["identity"]), []).append(entry)
@@ -160,11 +178,14 @@ class CacheMaintenance:
             limit = None if older_than_days is None else time.time() - older_than_days * 86400
             pruned = [
                 entry
-                for entry in self.entries()
+                for entry in (*self.entries(), *self.media())
                 if (keep is None or entry.key not in keep) and (limit is None or entry.used < limit)
             ]
             if not dry_run:
-                self._remove([entry.key for entry in pruned])
+                self._remove([entry.key for entry in pruned if entry.path.suffix == SUFFIX])
+                for entry in pruned:  # media; an archive is unpacked again where one of its files is missing
+                    entry.path.unlink(missing_ok=True)
+                    entry.path.with_name(f"{entry.path.name}{SEAL}").unlink(missing_ok=True)
                 self._sweep()
         return pruned
 
@@ -180,6 +201,8 @@ class CacheMaintenance:
                 Path(file.path).unlink(missing_ok=True)
 
     def _files(self) -> Iterator[os.DirEntry[str]]:
+        if not self.cache.directory.is_dir():
+            return
         for folder in sorted(os.scandir(self.cache.directory), key=lambda folder: folder.name):
             if folder.is_dir() and len(folder.name) == 2:
                 yield from os.scandir(folder.path)

@@ -118,9 +118,7 @@ class NoisedClipsMethod(RolloutMethod[RolloutBatch, NoisyClips]):
     """
 
     old: OldPolicy | None = None
-    _moved_for: int | None = (
-        None  # the rollout that `old` has moved for, which it must not do twice
-    )
+    _moved_for: int | None = None  # the rollout that `old` has moved for, which it must not do twice
 
     def __init__(self, parts: MethodParts[PromptSource]) -> None:
         super().__init__(parts, uses_reference=measures_kl(parts.config))

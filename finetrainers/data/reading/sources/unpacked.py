@@ -33,6 +33,8 @@ _ROW = TypeAdapter(Row)
 #: other programs that write there.
 _MIN_RESERVE, _MAX_RESERVE, _RESERVED_SHARE = 256 << 20, 4 << 30, 0.02
 
+#: Ending of the name of a file's own digest.
+SEAL = ".sha256"
 #: The last line of a complete journal.
 _COMPLETE = b'{"complete": true}'
 
@@ -150,7 +152,7 @@ class MediaFolder:
         """
         name = Path(digest[:2], f"{digest}{suffix}")
         target = self.directory / name
-        seal = target.with_name(f"{target.name}.sha256")
+        seal = target.with_name(f"{target.name}{SEAL}")
         if not _is_sealed(target, seal):
             target.parent.mkdir(parents=True, exist_ok=True)
             self._check_free_space(size)
