@@ -133,7 +133,7 @@ def _print(report: dict[str, Any]) -> None:
     """Print the report for the terminal. Names come from files: they must not act on the terminal."""
     from finetrainers.plan.start_report import print_line
 
-    _print_buckets(report["buckets"])
+    _print_buckets(report["buckets"], report["noun"])
     reasons = report["reasons"]
     width = max((len(row["kind"]) for row in reasons), default=0)
     for heading, rejected in (("cannot be used:", True), ("good to know:", False)):
@@ -156,11 +156,11 @@ def _print(report: dict[str, Any]) -> None:
     for kind in ("warning", "note"):
         for text in report[f"{kind}s"]:
             print_line(f"{kind}: {printable(text)}")
-    counts = report["counts"]
-    skipped = f"{counts['skipped']} skipped, " if counts["skipped"] else ""
+    totals = report["totals"]
+    skipped = f"{totals['skipped']} skipped, " if totals["skipped"] else ""
     print_line(
-        f"{plural(counts['items'], 'item')}: {counts['train']} trained on, {counts['eval']} held out, {skipped}"
-        f"{counts['rejected']} cannot be used"
+        f"{plural(totals['count'], totals['unit'])}: {totals['train']} trained on, {totals['eval']} held out, {skipped}"
+        f"{totals['rejected']} cannot be used"
     )
     if report["problem"]:
         print_line(f"error: this data cannot be trained on as it is: {printable(report['problem'])}")
@@ -183,11 +183,11 @@ def _print_usage(items: Sequence[Mapping[str, Any]]) -> None:
         print_line(f"  ... and {len(clips) - _MAX_LEAST_USED} more that are not used whole")
 
 
-def _print_buckets(rows: list[dict[str, Any]]) -> None:
+def _print_buckets(rows: list[dict[str, Any]], noun: str) -> None:
     from finetrainers.plan.start_report import print_line
 
     table = Table(box=None)
-    for heading in ("bucket", "clips", "held out", "batches", "enlarged", "cropped", "fps"):
+    for heading in ("bucket", f"{noun}s", "held out", "batches", "enlarged", "cropped", "fps"):
         table.add_column(heading, justify="left" if heading == "bucket" else "right")
     for row in rows:
         low, high = (f"{rate:.4g}" for rate in row["fps"])

@@ -19,6 +19,7 @@ from every_family import FAMILIES
 from refusals import problems, refused_options
 from torch import Tensor, nn
 
+from finetrainers.cli.main import main
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.data.loading.bad_samples import BadSample
@@ -29,6 +30,7 @@ from finetrainers.methods.dpo.method import DPO, Pairs
 from finetrainers.methods.dpo.pairs import PairFetch
 from finetrainers.models.spec import Batch
 from finetrainers.plan.preflight import preflight
+from finetrainers.utils import exit_codes
 from finetrainers.utils.video import write_mp4
 
 #: Rows 0 and 1 are a pair, and rows 2 and 3.
@@ -198,6 +200,23 @@ def test_bad_pairs_are_refused_together_before_anything_is_loaded(folder: Path) 
     assert problem.where == "data"
     for line, column in ((1, "rejected"), (2, "prompt")):
         assert re.search(f"line {line}: .*'{column}'", problem.message)
+
+
+def test_a_check_counts_pairs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"prompt": "one", "chosen": "a.mp4", "rejected": "b.mp4"},
+        {"prompt": "two", "chosen": "b.mp4", "rejected": "a.mp4"},
+        {"prompt": "gone", "chosen": "a.mp4", "rejected": "gone.mp4"},
+    ]
+    configured(folder, rows)
+    command = "check --method dpo --model_name ltx_video --pretrained_model_name_or_path demo://ltx --max_bad_samples 1"
+    page, sizes = folder / "check.html", ["--video_resolution_buckets", "17x64x64", "--eval_num_items", "1"]
+    arguments = [*command.split(), "--dataset_file", str(folder / "pairs.jsonl"), "--html", str(page), *sizes]
+    assert main(arguments) == exit_codes.DONE
+    out = capsys.readouterr().out
+    assert re.search(r"^3 pairs: 1 [^,\d]*, 1 [^,\d]*, 1 ", out, re.MULTILINE)
+    assert out.split()[:2] == ["bucket", "pairs"]
+    assert ">pairs<" in page.read_text()
 
 
 def test_options_that_pairs_have_no_use_for(folder: Path) -> None:

@@ -90,6 +90,10 @@ class DatasetPlan:
         """The number of training clips."""
         return len(self.clips)
 
+    def uses(self) -> tuple[str, list[str]]:
+        """Return the name of what the data lists, and the use of each, as in the reports on items."""
+        return "item", [item.use for item in self.items]
+
     @property
     def size(self) -> Bucket:
         """The default size of samples, `(frames, height, width)`; see `sample_size`."""

@@ -27,6 +27,7 @@ def make_report(plan: DatasetPlan, config: TrainConfig, *, decoded: bool) -> dic
         decoded: whether every file was decoded from end to end.
     """
     items = [item.record() for item in plan.items]
+    unit, uses = plan.uses()
     return {
         "format": REPORT_FORMAT,
         "model": config.model.model_name,
@@ -35,6 +36,8 @@ def make_report(plan: DatasetPlan, config: TrainConfig, *, decoded: bool) -> dic
         "usable": plan.problem is None,
         "problem": str(plan.problem).partition("\n")[0] if plan.problem else None,
         "counts": counts_of(items),
+        "totals": {"unit": unit, "count": len(uses), **_count_uses(uses)},
+        "noun": plan.noun,
         "buckets": plan.bucket_rows(),
         "reasons": reasons_of(items),
         "notes": list(plan.notes),
@@ -47,13 +50,16 @@ def counts_of(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the numbers of a manifest's items by use, status and mark."""
     statuses = Counter(item["status"] for item in items)
     marks = Counter(mark for item in items for mark in item["marks"])
-    uses = Counter(item["use"] for item in items)
     return {
         "items": len(items),
-        **{use: uses[use] for use in ("train", "eval", "skipped", "rejected")},
+        **_count_uses([item["use"] for item in items]),
         "statuses": {status: statuses[status] for status in STATUSES if statuses[status]},
         "marks": {mark: marks[mark] for mark in MARKS if marks[mark]},
     }
+
+
+def _count_uses(uses: Sequence[str]) -> dict[str, int]:
+    return {use: uses.count(use) for use in ("train", "eval", "skipped", "rejected")}
 
 
 def reasons_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -52,6 +52,11 @@ class PairPlan(DatasetPlan):
         rejected = {clip.index: self.rejected[clip.index] for clip in clips}
         return replace(self, clips=tuple(clips), eval_clips=(), rejected=rejected)
 
+    def uses(self) -> tuple[str, list[str]]:
+        """Return the use of each pair. Whatever a pair lacks, its preferred clip is not used either."""
+        preferred = self.items[: len(self.items) // 2]
+        return self.noun, ["rejected" if item.use == "skipped" else item.use for item in preferred]
+
     def encoded_clips(self) -> list[Clip]:
         """Return all clips that the VAE may encode: both clips of every pair."""
         return [*self.clips, *self.eval_clips, *self.rejected.values()]
