@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.arguments import ArgumentType, path_argument
 from finetrainers.config.errors import Problem
@@ -18,6 +19,9 @@ from finetrainers.utils.progress import Stages, working
 from finetrainers.utils.text import plural, printable
 
 from .overview import described
+
+if TYPE_CHECKING:
+    from finetrainers.tools.init.choose import Proposal
 
 _MORE = """Asks for what no flag answers, or takes defaults with --yes and where the input is not a terminal. Reads the
 clips as `check` does, chooses memory options by the estimate, and validates the result as a dry run does. Rank,
@@ -43,6 +47,7 @@ def add_init(commands: Any) -> None:
     )
     init.add_argument("--kind", metavar="KIND", help="character, style, motion or general [style]")
     init.add_argument("--trigger_word", metavar="WORD", help="calls up what the LoRA learned; none [by kind]")
+    init.add_argument("--other_clips", metavar="DIR", help="clips without the new concept, against leakage [none]")
     init.add_argument("--output_dir", metavar="DIR", help="directory of the run [runs/WORD]")
     init.add_argument(
         "--output", type=path_argument, default=Path("run.toml"), metavar="FILE", help="the file [run.toml]"
@@ -56,8 +61,9 @@ def _read_flags(arguments: argparse.Namespace) -> list[Problem]:
     from finetrainers.tools.init.answers import QUESTIONS
 
     problems = []
-    if arguments.output.exists() or arguments.output.is_symlink():
-        problems.append(Problem("--output", f"{arguments.output} exists; give another file", "occupied"))
+    outputs = (arguments.output, _dataset_path(arguments.output))  # a question may ask for the second
+    if existing := [path for path in outputs if path.exists() or path.is_symlink()]:
+        problems.append(Problem("--output", f"{existing[0]} exists; give another file", "occupied"))
     elif (problem := folder_problem(arguments.output.parent)) is not None:
         problems.append(Problem("--output", problem))
     for name, question in QUESTIONS.items():
@@ -85,15 +91,39 @@ def _init(arguments: argparse.Namespace) -> int:
     return _write(answers, arguments.output)
 
 
-def _write(answers: dict[str, Any], output: Path) -> int:
-    """Write the file, and print what it is made from and what comes next."""
-    from finetrainers.tools.init.choose import propose
-    from finetrainers.tools.init.file import next_commands, write_file
+def _dataset_path(output: Path) -> Path:
+    """Return the path of the file of two datasets, which has no other use than the config file `output`."""
+    return output.with_name(f"{output.stem}-data.toml")
 
-    with working("planning the run"), Stages() as progress:
-        proposal = propose(answers, progress=progress)
+
+def _write(answers: dict[str, Any], output: Path) -> int:
+    """Write the files, or none, and print what they are made from and what comes next."""
+    from finetrainers.tools.init.choose import propose
+    from finetrainers.tools.init.file import next_commands, write_dataset, write_file
+
+    with contextlib.ExitStack() as written:
+        dataset = _dataset_path(output) if answers["other_clips"] else None
+        if dataset is not None:  # planning reads it
+            dataset.parent.mkdir(parents=True, exist_ok=True)
+            written.callback(dataset.unlink, missing_ok=True)
+            write_text_atomic(dataset, write_dataset(dataset, answers))
+        with working("planning the run"), Stages() as progress:
+            proposal = propose(answers, progress=progress, dataset=dataset)
+        _print_data(proposal, answers)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(output, write_file(output, proposal, answers))
+        written.pop_all()
+    print(f"wrote {' and '.join(str(path) for path in (output, dataset) if path)}; the dry run passes. Next:")
+    for command in next_commands(output):
+        print(f"  {command}")
+    return exit_codes.DONE
+
+
+def _print_data(proposal: Proposal, answers: dict[str, Any]) -> None:
+    """Print what the run is made from."""
     if proposal.rejected:
-        print(f"{plural(len(proposal.rejected), 'file')} of {answers['data_root']} cannot be used:")
+        roots = " and ".join(str(answers[name]) for name in ("data_root", "other_clips") if answers[name])
+        print(f"{plural(len(proposal.rejected), 'file')} of {roots} cannot be used:")
     for item in proposal.rejected[:_MAX_NAMES]:
         print(f"  {printable(item['name'] + ': ' + item['reason'])}")
     sizes = ", ".join(f"{row[1]} of {row[0]}" for row in proposal.checked.plan.table()[1:])
@@ -105,9 +135,3 @@ def _write(answers: dict[str, Any], output: Path) -> int:
         print(f"warning: {count} shorter than the model's shortest clip train as images; use longer ones")
     if proposal.memory:
         print(proposal.memory)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(output, write_file(output, proposal, answers))
-    print(f"wrote {output}; its dry run passes. Next:")
-    for command in next_commands(output):
-        print(f"  {command}")
-    return exit_codes.DONE

@@ -22,8 +22,10 @@ from finetrainers.cli.main import main
 from finetrainers.config.load import load_config
 from finetrainers.config.prompts import parse_validation_prompts
 from finetrainers.config.root import TrainConfig
+from finetrainers.data.reading.datasets import read_datasets
 from finetrainers.memory.advice import MEMORY_OPTIONS
 from finetrainers.models.registry import families
+from finetrainers.plan.check import check
 from finetrainers.plan.preflight import preflight
 from finetrainers.tools.init.choose import choose_prompts
 from finetrainers.utils import exit_codes
@@ -157,10 +159,10 @@ def test_questions_are_asked_on_a_terminal_until_answers_are_valid(
 ) -> None:
     write_mixed(here / "clips")
     (here / "runs" / "zork").mkdir(parents=True)
-    answers = ["nowhere", "", "", "3 GB of memory", "cpu", "99", "1", "stile", "4", "ZORK", ""]
-    prompts = terminal(answers[1:2] + answers[3:])
+    answers = ["", "3 GB of memory", "cpu", "99", "1", "stile", "4", "ZORK", "nowhere", "", ""]
+    prompts = terminal(answers)
     assert main(["init", "--output", "new/my.toml"]) == exit_codes.DONE
-    assert len(prompts) == 9
+    assert len(prompts) == len(answers)
     config = load_config("new/my.toml")
     assert (config.run.output_dir, config.data.id_token) == (Path("runs/zork-2"), "ZORK")
     assert all(name in prompts[3] for name in [DEMO, *(name for f in families().values() for name in f.starters)])
@@ -169,11 +171,48 @@ def test_questions_are_asked_on_a_terminal_until_answers_are_valid(
     assert main(["init", "--output", "other.toml", "--kind", "general"]) == exit_codes.killed_by(2)
     assert "nowhere" in asked[1]
     assert not Path("other.toml").exists()
+    asked = terminal(["", "cpu", "1", "none"])
+    assert main(["init", "--output", "other.toml", "--kind", "style"]) == exit_codes.killed_by(2)
+    assert "runs/" in asked[4]  # without a trigger word there are no other clips
     terminal([])
     assert main(["init", "--output", "other.toml", "--kind", "general", "--yes"]) == exit_codes.DONE
     assert load_config("other.toml").data.id_token is None
     assert "prior_preservation" not in Path("other.toml").read_text()
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_other_clips_train_without_the_trigger_word(
+    copies: int, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, other = write_mixed(here / "clips"), write_mixed(here / "stock" / "city", copies=copies)
+    command = ["init", "clips", "--trigger_word", "ZORK", "--other_clips", "stock", "--output", "new/my.toml", "--yes"]
+    assert main(command) == exit_codes.DONE
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("data: ")]
+    assert f"4 clips, 1 image, {4 * copies} other clips and " in line
+    config = load_config("new/my.toml")
+    assert sampled(config)[0].startswith("ZORK ")
+    assert "add other clips" not in Path("new/my.toml").read_text()
+    items = check(config)["items"]
+    assert [item["caption"].count("ZORK") for item in items] == [1] * own + [0] * other
+    datasets = read_datasets(config.data)
+    assert [dataset.weight for dataset in datasets] == ([None, None] if copies == 1 else [1, 2])
+    assert main(["train", "new/my.toml", "--dry_run"]) == exit_codes.DONE
+
+
+def test_other_clips_that_cannot_be_told_apart_are_refused(here: Path) -> None:
+    write_mixed(here / "clips" / "more", images_only=True)
+    (here / "broken").mkdir()
+    (here / "broken" / "cut.mp4").write_bytes(b"no video")
+    command = ["init", "clips", "--yes", "--other_clips"]
+    assert refused_command([*command, "clips/more"])[1] == [("--other_clips", "conflict")]
+    assert refused_command([*command, "clips/.."])[1] == [("--other_clips", "conflict")]
+    assert refused_command([*command, "broken", "--trigger_word", "none"])[1] == [("--other_clips", "conflict")]
+    assert refused_command([*command, "nowhere"])[1] == [("--other_clips", "not_found")]
+    assert refused_command([*command, "broken"]) == (exit_codes.UNUSABLE_DATA, [("data", "not_found")])
+    assert not list(here.glob("*.toml"))
+    Path("run-data.toml").touch()
+    assert refused_command([*command, "broken"])[1] == [("--output", "occupied")]
 
 
 def test_what_cannot_become_a_run_is_refused(here: Path) -> None:

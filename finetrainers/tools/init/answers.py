@@ -37,6 +37,7 @@ class Question:
         read: returns the value of an answer; raises ValueError.
         default: returns the default by the earlier answers, or None if there is none.
         choices: returns the answers to choose from, each with a description; any other that `read` takes is valid.
+        applies: returns whether to ask it, by the earlier answers; otherwise the default is taken.
     """
 
     flag: str
@@ -44,6 +45,7 @@ class Question:
     read: Callable[[str], Any]
     default: Callable[[Answers], str | None]
     choices: Callable[[], Mapping[str, str]] = dict
+    applies: Callable[[Answers], bool] = lambda answers: True
 
 
 def read_data_root(text: str) -> Path:
@@ -118,6 +120,15 @@ def read_trigger_word(text: str) -> str:
     return "" if text.strip() == _NONE else text.strip()
 
 
+def read_other_clips(text: str) -> Path | str:
+    """Return a directory of clips without the new concept, or an empty text for `none`.
+
+    Raises:
+        ValueError: it does not exist, is a file, or is empty.
+    """
+    return "" if text.strip() == _NONE else read_data_root(text)
+
+
 def read_output_dir(text: str) -> Path:
     """Return the directory of the new run.
 
@@ -181,6 +192,11 @@ QUESTIONS = {
         "--trigger_word", "Trigger word, which calls up what the LoRA learned; use a word that the model does not know",
         read_trigger_word, lambda answers: KINDS[answers["kind"]].trigger_word,
     ),
+    "other_clips": Question(
+        "--other_clips", "Directory of other clips without the new concept, under their own captions, so that prompts "
+        "without the trigger word stay as they were", read_other_clips, lambda answers: _NONE,
+        applies=lambda answers: bool(answers["trigger_word"]),
+    ),
     "output_dir": Question("--output_dir", "Directory of the run, for checkpoints and the LoRA", read_output_dir,
         _default_output_dir),
 }  # fmt: skip
@@ -194,14 +210,14 @@ def complete(answers: Answers, *, ask: Callable[[str], str] | None) -> Answers:
         ask: prints a text and returns the line that is typed, or None to take defaults.
 
     Raises:
-        ConfigError: questions without an answer and a default.
+        ConfigError: questions without an answer and a default, or other clips that cannot be told apart.
     """
     answers, missing = dict(answers), []
     for name, question in QUESTIONS.items():
         if name in answers:
             continue
         default = question.default(answers)
-        if ask is not None:
+        if ask is not None and question.applies(answers):
             answers[name] = _ask(question, default, ask)
         elif default is not None:
             answers[name] = question.read(default)
@@ -209,7 +225,21 @@ def complete(answers: Answers, *, ask: Callable[[str], str] | None) -> Answers:
             missing.append(Problem(question.flag, f"is required: {question.text}", "required"))
     if missing:
         raise ConfigError(missing, of="this command")
+    if (problem := _other_clips_problem(answers)) is not None:
+        raise ConfigError([Problem("--other_clips", problem, "conflict")], of="this command")
     return answers
+
+
+def _other_clips_problem(answers: Answers) -> str | None:
+    """Return why the new concept cannot be told from the other clips, or None if it can."""
+    if not answers["other_clips"]:
+        return None
+    if not answers["trigger_word"]:
+        return "requires a trigger word, which the other clips lack; set --trigger_word"
+    clips, other = (answers[name].resolve() for name in ("data_root", "other_clips"))
+    if clips.is_relative_to(other) or other.is_relative_to(clips):
+        return f"{answers['other_clips']} and {answers['data_root']} have files in common; use separate directories"
+    return None
 
 
 def _ask(question: Question, default: str | None, ask: Callable[[str], str]) -> Any:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
@@ -22,13 +23,14 @@ from finetrainers.utils.text import listed, plural
 
 from .fit import memory_options, planning_options
 from .kinds import KINDS
-from .offers import Answers
+from .offers import OTHER_CLIPS, Answers
 
 #: Usable items that allow holding some out for the evaluation loss, and the most that are held out.
 _HOLD_OUT_FROM, _MOST_HELD_OUT = 20, 16
 #: Intervals of samples and checkpoints; the longest that comes at least five times is chosen.
 _INTERVALS = (10, 25, 50, 100, 250, 500)
 _TIMES = 5
+_NOUNS = {"video": "clip", "image": "image"}
 #: Options that every new configuration sets.
 _COMMON = {"caption_dropout_p": 0.05, "precompute_conditions": True}
 
@@ -54,9 +56,9 @@ class Proposal:
     @property
     def usable(self) -> str:
         """Description of the items that can be used: `40 clips and 8 images`."""
-        kinds = Counter(item["kind"] for item in self.items if item["use"] in ("train", "eval"))
-        counts = [plural(kinds[kind], noun) for kind, noun in (("video", "clip"), ("image", "image")) if kinds[kind]]
-        return listed(counts)
+        used = [item for item in self.items if item["use"] in ("train", "eval")]
+        kinds = Counter(f"{'other ' * _is_other(item)}{_NOUNS[item['kind']]}" for item in used)
+        return listed([plural(kinds[noun], noun) for noun in sorted(kinds, key=lambda noun: noun.startswith("other"))])
 
     @property
     def blank(self) -> int:
@@ -74,12 +76,13 @@ class Proposal:
         return [item for item in self.items if item["use"] == "rejected"]
 
 
-def propose(answers: Answers, *, progress: StageProgress) -> Proposal:
+def propose(answers: Answers, *, progress: StageProgress, dataset: Path | None = None) -> Proposal:
     """Return options of a new run that passes the checks of a dry run.
 
     Args:
         answers: to all questions.
         progress: of reading the data.
+        dataset: file of the clips and the other clips, if there are any.
 
     Raises:
         ConfigError: the run would be refused, or no item of the data can be used.
@@ -87,15 +90,16 @@ def propose(answers: Answers, *, progress: StageProgress) -> Proposal:
     kind, trigger_word, planned = KINDS[answers["kind"]], answers["trigger_word"], planning_options(answers["card"])
     options: dict[str, Any] = {
         "output_dir": str(answers["output_dir"]), "pretrained_model_name_or_path": answers["model"],
-        "data_root": str(answers["data_root"]), **_COMMON,
+        **({"data_root": str(answers["data_root"])} if dataset is None else {"dataset": str(dataset)}), **_COMMON,
     }  # fmt: skip
-    items, reading_options = _read_items({**options, **planned}, progress)
+    items, reading_options = _read_items({**options, **planned}, answers, progress)
     usable = [item for item in items if item["use"] == "train"]
-    if kind.needs_motion and all(map(_is_image, usable)):
+    own = [item for item in usable if not _is_other(item)]
+    if kind.needs_motion and all(map(_is_image, own)):
         message = f"{answers['kind']} needs clips of several frames, and {answers['data_root']} has none; add clips"
         raise ConfigError([Problem("--kind", message, "conflict")], of="this command")
     options |= reading_options
-    in_captions = bool(trigger_word) and any(_has_word(item["caption"], trigger_word) for item in usable)
+    in_captions = bool(trigger_word) and any(_has_word(item["caption"], trigger_word) for item in own)
     if trigger_word and not in_captions:
         options["id_token"] = trigger_word
     held_out = min(len(usable) // 10, _MOST_HELD_OUT) if len(usable) >= _HOLD_OUT_FROM else 0
@@ -104,7 +108,7 @@ def propose(answers: Answers, *, progress: StageProgress) -> Proposal:
         held_out -= 1
         checked = preflight_by_model(load_config(**options, **planned, eval_num_items=held_out), earlier=checked)
     options |= {"eval_num_items": held_out} if held_out else {}
-    options |= _recipe(checked) | _sampling_options(checked, usable, trigger_word, in_captions=in_captions)
+    options |= _recipe(checked) | _sampling_options(checked, own, trigger_word, in_captions=in_captions)
     checked = preflight_by_model(load_config(**options, **planned), earlier=checked)
     added, reasons, memory = memory_options(checked, answers)
     if added:
@@ -127,11 +131,13 @@ def _recipe(checked: ResolvedRun) -> dict[str, Any]:
     return {name: value for name, value in options.items() if is_seen or fields()[name].section != "model"}
 
 
-def _read_items(options: Mapping[str, Any], progress: StageProgress) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _read_items(
+    options: Mapping[str, Any], answers: Answers, progress: StageProgress
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return a report on each item of the data, and options that train on it although some cannot be used.
 
     Raises:
-        ConfigError: no item can be used, or other options are wrong.
+        ConfigError: no item of a directory can be used, or other options are wrong.
     """
     reading_options: dict[str, Any] = {}
     while True:
@@ -142,10 +148,11 @@ def _read_items(options: Mapping[str, Any], progress: StageProgress) -> tuple[li
         if "caption_missing" not in statuses or reading_options:
             break
         reading_options = {"caption_missing": "empty"}
-    if not report["counts"]["train"]:
-        names = [f"{item['name']}: {item['reason']}" for item in report["items"][:5]]
-        message = "".join(f"\n    {name}" for name in names)
-        raise ConfigError([Problem("data", f"no file of {options['data_root']} can be used{message}", "not_found")])
+    for is_other, name in ((False, "data_root"), (True, "other_clips")):
+        items = [item for item in report["items"] if _is_other(item) == is_other]
+        if answers[name] and not any(item["use"] == "train" for item in items):
+            message = "".join(f"\n    {item['name']}: {item['reason']}" for item in items[:5])
+            raise ConfigError([Problem("data", f"no file of {answers[name]} can be used{message}", "not_found")])
     if rejected := report["counts"]["rejected"]:
         reading_options["max_bad_samples"] = rejected
     return report["items"], reading_options
@@ -155,6 +162,7 @@ def _data_reasons(items: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Return comments on options of the data."""
     blank = sum(1 for item in items if item["use"] != "rejected" and not item["caption"])
     return {
+        "dataset": "the clips, and other clips without the trigger word",
         "id_token": "trigger word, put before every caption that lacks it; put it into your prompts yourself",
         "max_bad_samples": "unusable files that are left out; more are an error",
         "caption_missing": f"{plural(blank, 'file')} without a caption; skip leaves them out",
@@ -206,6 +214,10 @@ def choose_prompts(
     like = usable[0] if in_captions else f"{before}{usable[0]}"
     elsewhere = f"{before}{scene}" if trigger_word else usable[len(usable) // 2]
     return list(dict.fromkeys([like, elsewhere, scene]))
+
+
+def _is_other(item: Mapping[str, Any]) -> bool:
+    return item.get("dataset") == OTHER_CLIPS
 
 
 def _is_image(item: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,17 @@ from typing import Any
 import tomli_w
 
 from finetrainers.config.root import fields, sections
+from finetrainers.data.reading.sources.rows import MEDIA_SUFFIXES
 from finetrainers.utils.text import plural
 
 from .choose import Proposal
 from .kinds import KINDS
-from .offers import Answers
+from .offers import OTHER_CLIPS, Answers
 
 _WIDTH = 100
+_LEAKAGE = "docs/how-to/good-results.md#leakage"
+#: Most samples of other clips for each one of the new concept: the quickstart's, which was measured.
+_OTHER_SHARE = 2
 #: Headings of options that are written as comments, since a run chooses them again.
 _SIZES = "Sizes, chosen from the clips when training starts; to fix them:"
 _RECOMMENDED = "Chosen for this model and number of clips; to fix them:"
@@ -42,6 +47,27 @@ def write_file(path: Path, proposal: Proposal, answers: Answers) -> str:
             lines += ["", f"[{section}]"]
             lines += [_commented(proposal, name) for name in by_section.get(section, [])]
             lines += comments.get(section, [])
+    return "\n".join(lines) + "\n"
+
+
+def write_dataset(path: Path, answers: Answers) -> str:
+    """Return the text of the file `path` of two datasets: the clips, and the other clips without the trigger word."""
+    roots = {"concept": answers["data_root"], OTHER_CLIPS: answers["other_clips"]}
+    numbers = [sum(file.suffix.lower() in MEDIA_SUFFIXES for file in root.rglob("*")) for root in roots.values()]
+    is_weighted = numbers[1] > _OTHER_SHARE * numbers[0]
+    lines = _comment(
+        f"Clips of the new concept, and others, which have no trigger word ({_LEAKAGE}). "
+        + (
+            f"There are many other clips, so a weight limits them to {_OTHER_SHARE} of {_OTHER_SHARE + 1} samples."
+            if is_weighted
+            else "Every clip is used once an epoch; num_repeats or weight change that."
+        )
+    )
+    for name, root in roots.items():
+        located = os.path.relpath(root.resolve(), path.parent.resolve())
+        lines += ["", "[[dataset]]", _option("name", name), _option("data_root", located)]
+        lines += [_option("id_token", "")] if name == OTHER_CLIPS else []
+        lines += [_option("weight", _OTHER_SHARE if name == OTHER_CLIPS else 1)] if is_weighted else []
     return "\n".join(lines) + "\n"
 
 
@@ -80,10 +106,10 @@ def _section_comments(proposal: Proposal, answers: Answers) -> dict[str, list[st
         data += _comment(f"Cannot be used: {', '.join(item['name'] for item in proposal.rejected[:3])}.")
     comments["data"] = [*comments.get("data", []), *data]
     if answers["trigger_word"]:
+        other = "" if answers["other_clips"] else f"add other clips (--other_clips of init; see {_LEAKAGE}), or "
         lines = _comment(
-            'If samples without the trigger word change too, add other clips (a dataset file, with id_token = "" for '
-            "them; see docs/how-to/good-results.md#leakage), or keep other prompts as they were (a step takes about "
-            "twice as long):"
+            f"If samples without the trigger word change too, {other}keep other prompts as they were (a step takes "
+            "about twice as long):"
         )
         prior = [f"# {_option('prior_preservation_weight', 1.0)}"]
         if "id_token" not in proposal.options:
@@ -112,4 +138,4 @@ def _option(name: str, value: Any) -> str:
 
 def _comment(text: str) -> list[str]:
     """Return a text as comment lines."""
-    return [f"# {line}" for line in textwrap.wrap(text, _WIDTH - 2)]
+    return [f"# {line}" for line in textwrap.wrap(text, _WIDTH - 2, break_on_hyphens=False)]

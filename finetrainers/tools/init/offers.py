@@ -9,6 +9,8 @@ from finetrainers.utils.packaged import packaged_models
 
 #: Values of `--card`: no GPU, and the GPU of this machine.
 CPU, THIS_GPU = "cpu", "this"
+#: Name of the dataset without the new concept.
+OTHER_CLIPS = "other"
 #: Values by question, as far as they are known.
 Answers: TypeAlias = dict[str, Any]
 
