@@ -231,7 +231,7 @@ def complete(answers: Answers, *, ask: Callable[[str], str] | None) -> Answers:
 
 
 def _other_clips_problem(answers: Answers) -> str | None:
-    """Return why the new concept cannot be told from the other clips, or None if it can."""
+    """Return the reason why the other clips cannot be used, or None if they can."""
     if not answers["other_clips"]:
         return None
     if not answers["trigger_word"]:
