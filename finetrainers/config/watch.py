@@ -65,7 +65,9 @@ class WatchSection(Section):
         [], description="rewards that score the clips, as --reward of reward finetuning [the run's]"
     )
     best_by: str | None = Field(
-        None, description="also score by this reward, and mark the checkpoint with its highest mean: checkpoints/best"
+        None,
+        description="also score by this reward, and mark the checkpoint with its highest mean: checkpoints/best; "
+        "REWARD/trigger_gap: with the largest effect of the trigger word",
     )
     device: str | None = Field(
         None, description="cuda:1, for example, if training uses the first GPU; or cpu [the first]"

@@ -172,7 +172,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny_repo: Callable[..., Pat
     for name in ("run", "other", "stage2"):
         (root / f"{name}.toml").write_text(
             f'model_name = "ltx_video"\npretrained_model_name_or_path = "{repo}"\ndata_root = "clips"\n'
-            'video_resolution_buckets = ["9x32x64"]\ntrain_steps = 2\nrank = 4\nlora_alpha = 4\n'
+            'id_token = "MYSTYLE"\nvideo_resolution_buckets = ["9x32x64"]\ntrain_steps = 2\nrank = 4\nlora_alpha = 4\n'
             f'checkpointing_steps = 1\noutput_dir = "runs/{name}"\n'
         )
     write_single_file(repo, root / "ltx-video-2b.safetensors")

@@ -123,11 +123,16 @@ def trigger_words(data: DataSection) -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, tokens)))
 
 
+def readable_trigger_words(data: DataSection) -> tuple[str, ...]:
+    """Return the trigger words of all datasets, or none if the datasets cannot be read here."""
+    with suppress(DataError):
+        return trigger_words(data)
+    return ()
+
+
 def trigger_warning(data: DataSection, prompts: Iterable[str]) -> str | None:
     """Return a warning if prompts are sampled and none has a trigger word, or None. Unreadable datasets have none."""
-    triggers, prompts = tuple[str, ...](), list(prompts)
-    with suppress(DataError):
-        triggers = trigger_words(data)
+    triggers, prompts = readable_trigger_words(data), list(prompts)
     if not prompts or not triggers or any(has_word(prompt, word) for prompt in prompts for word in triggers):
         return None
     words = " or ".join(triggers)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..plan import SamplePlan, Variant
 from ..run import PageText, SampleResult, show
-from .scores import Scores
+from .scores import TRIGGER_GAP, Scores
 
 #: Number of newest checkpoints with clips on the page, excluding the best.
 _NEWEST = 8
@@ -61,10 +61,24 @@ def write_page(
     clip_facts = {sample.key: _clip_facts(scores, sample.key) for sample in plan.samples()}
     facts = [("preset", preset)]
     facts += [("best", f"step {column.step}, by {by}") for column in columns if column.is_best]
+    facts += _trigger_facts(columns, scores.labels)
     if len(selected) < len(columns):
         facts.append(("shown", f"{len(selected)} of {len(columns)} checkpoints"))
     text = PageText(f"Watch of {plan.given[0]}", facts, clip_facts, _table(columns, scores.labels))
     show(plan, SampleResult(clips, 0, problems), text=text)
+
+
+def _trigger_facts(columns: Sequence[Column], labels: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the checkpoint that tells a prompt with the trigger word best from the same prompt without it."""
+    for label in labels:
+        gaps = [
+            (column.means[label + TRIGGER_GAP], column.step)
+            for column in columns
+            if label + TRIGGER_GAP in column.means
+        ]
+        if gaps:
+            gap, step = max(gaps)
+            yield "trigger word", f"largest difference in {label}: {gap:.4g} at step {step}"
 
 
 def _clip_facts(scores: Scores, key: str) -> dict[str, str]:
@@ -75,6 +89,7 @@ def _clip_facts(scores: Scores, key: str) -> dict[str, str]:
 
 def _table(columns: Sequence[Column], labels: Sequence[str]) -> list[list[str]]:
     """Return mean scores with a row for each checkpoint, headed by the rewards' names, or no row without rewards."""
+    labels = list(dict.fromkeys([*labels, *(label for column in columns for label in column.means)]))
     if not labels:
         return []
     rows = [["mean of all clips", *labels]]

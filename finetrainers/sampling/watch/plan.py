@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from finetrainers.config.watch import (
     label_of,
     read_presets,
 )
+from finetrainers.data.reading.datasets import readable_trigger_words
 from finetrainers.models.files.hub import ask
 from finetrainers.plan.preflight import check_tracker, resolve_family
 from finetrainers.rewards.registry import (
@@ -43,7 +44,7 @@ from finetrainers.utils.text import nearest
 
 from ..plan import SamplePlan, plan_targets, size_of_run
 from ..weights import BASE, Target, run_source
-from .scores import recorded_labels
+from .scores import TRIGGER_GAP, recorded_labels, trigger_pairs
 
 #: A file in the folder of a preset that names the run whose clips are there.
 WATCHED = "watched.json"
@@ -62,6 +63,7 @@ class WatchPlan:
         options: of the command.
         output_dir: has a folder for each preset.
         identity: of the run, if it has one.
+        trigger_words: of the run.
     """
 
     run: Path
@@ -71,6 +73,7 @@ class WatchPlan:
     options: WatchSection
     output_dir: Path
     identity: Identity | None = None
+    trigger_words: Sequence[str] = ()
 
     @property
     def config(self) -> TrainConfig:
@@ -122,10 +125,22 @@ def plan_watch(run: Path, options: WatchSection, flags: RawOptions) -> WatchPlan
             presets[name] = _plan(target, options, flags, sized, output_dir / name)
         except ConfigError as error:
             findings.errors += error.problems
+    words = readable_trigger_words(config.data)
+    _check_trigger_gap(best_by, presets, words, findings)
     if findings.errors:
         raise ConfigError(list(dict.fromkeys(findings.errors)), of="this watch")
     options = options.model_copy(update={"best_by": best_by})
-    return WatchPlan(run, presets, rewards, labels, options, output_dir, identity)
+    return WatchPlan(run, presets, rewards, labels, options, output_dir, identity, words)
+
+
+def _check_trigger_gap(
+    best_by: str | None, presets: Mapping[str, SamplePlan], words: Sequence[str], findings: Findings
+) -> None:
+    if best_by is None or not best_by.endswith(TRIGGER_GAP):
+        return
+    if not all(trigger_pairs(plan.prompts, words) for plan in presets.values()):
+        message = "requires prompts with the run's trigger word (id_token), and the same prompts without it"
+        findings.error("best_by", f"{best_by} {message}; set --prompts", "required")
 
 
 def _plan(target: Target, options: WatchSection, flags: RawOptions, preset: Preset, folder: Path) -> SamplePlan:
@@ -178,7 +193,9 @@ def _rewards(
             findings.error("reward", problem, "unsupported")
     label = options.best_by
     if label is not None:
-        entries, label = _with_best(label, entries, output_dir, findings)
+        suffix = TRIGGER_GAP if label.endswith(TRIGGER_GAP) else ""
+        entries, label = _with_best(label.removesuffix(suffix), entries, output_dir, findings)
+        label += suffix
     if not findings.errors:
         repositories = dict.fromkeys(repo for entry in entries for repo in missing_repositories(entry))
         away = ask(list(repositories))

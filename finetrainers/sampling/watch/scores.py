@@ -7,8 +7,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from finetrainers.config.prompts import ValidationPrompt
+from finetrainers.data.reading.prior_prompts import without_triggers
+from finetrainers.data.reading.sources.captions import has_word
 from finetrainers.draw.curves import is_number
 from finetrainers.utils.files import append_jsonl
 from finetrainers.utils.reading import read_jsonl
@@ -18,6 +22,8 @@ from ..weights import Weights
 
 #: Name of the file in a preset's folder.
 FILE = "scores.jsonl"
+#: Suffixes of a reward's mean over prompts with a trigger word, over the same prompts without it, and the difference.
+WITH_TRIGGER, WITHOUT_TRIGGER, TRIGGER_GAP = "/with_trigger", "/without_trigger", "/trigger_gap"
 
 
 @dataclass(frozen=True)
@@ -94,10 +100,17 @@ class Scores:
         scores = [self._by_clip.get(sample.key, {}).get(label) for sample in samples]
         return [value for value in scores if value is not None and math.isfinite(value)]
 
-    def means(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Return the mean score of some clips by each reward."""
-        values = {label: self.values(samples, label) for label in self.labels}
-        return {label: sum(numbers) / len(numbers) for label, numbers in values.items() if numbers}
+    def means(self, samples: Sequence[Sample], pairs: Mapping[int, int]) -> dict[str, float]:
+        """Return the mean score of some clips by each reward, and of `trigger_pairs` if each of their clips has one."""
+        means = {label: fmean(values) for label in self.labels if (values := self.values(samples, label))}
+        groups = [[s for s in samples if s.prompt in prompts] for prompts in (set(pairs), set(pairs.values()))]
+        for label in list(means) if all(groups) else ():
+            scores = [self.values(group, label) for group in groups]
+            if list(map(len, scores)) == list(map(len, groups)):
+                with_trigger, without_trigger = map(fmean, scores)
+                means[label + WITH_TRIGGER], means[label + WITHOUT_TRIGGER] = with_trigger, without_trigger
+                means[label + TRIGGER_GAP] = with_trigger - without_trigger
+        return means
 
     def variants(self, manifest: str) -> dict[str, Variant]:
         """Return the weights of a checkpoint with recorded clips, by their digest: the trained ones, or their EMA."""
@@ -116,6 +129,20 @@ def _is_complete(record: Mapping[str, Any]) -> bool:
     """Return whether a record has all that is read, of the right types: the file may have been edited."""
     texts = all(isinstance(record.get(name), str) for name in ("key", "manifest", "weights", "kind", "checkpoint"))
     return texts and is_number(record.get("step")) and isinstance(record.get("scores"), Mapping)
+
+
+def trigger_pairs(prompts: Sequence[ValidationPrompt], words: Sequence[str]) -> dict[int, int]:
+    """Return the index of the same prompt without its trigger word, by the index of each prompt that has both."""
+    plain = {
+        prompt.model_copy(update={"prompt": without_triggers(prompt.prompt, ())}): index
+        for index, prompt in enumerate(prompts)
+    }
+    bare = [prompt.model_copy(update={"prompt": without_triggers(prompt.prompt, words)}) for prompt in prompts]
+    return {
+        index: plain[bare[index]]
+        for index, prompt in enumerate(prompts)
+        if bare[index] in plain and any(has_word(prompt.prompt, word) for word in words)
+    }
 
 
 def checkpoint_variant(step: int, weights: Weights) -> Variant:

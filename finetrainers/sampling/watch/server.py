@@ -40,7 +40,7 @@ from ..sampler import Sampler
 from ..weights import AVERAGES, find_target
 from .page import Column, write_page
 from .plan import WATCHED, WatchPlan
-from .scores import Checkpoint, Scores, checkpoint_variant
+from .scores import TRIGGER_GAP, Checkpoint, Scores, checkpoint_variant, trigger_pairs
 from .tracked import WatchTracker
 from .waiting import training_state
 
@@ -221,7 +221,7 @@ class Watch:
         if drawn.problems:
             self.failed[name, checkpoint.manifest] = "; ".join(drawn.problems.values())
         self._score(name, samples, checkpoint, drawn)
-        means = self._scores[name].means(samples)
+        means = self._means(name, samples)
         self._problems[name] |= drawn.problems
         self._update_page(name, self._best())
         scores_text = "".join(f", {label} {value:.4g}" for label, value in means.items())
@@ -311,6 +311,12 @@ class Watch:
                 clip_scores = self._score_clip(self.plan.presets[name].frame_rate, sample, file)
             scores.add(checkpoint, name, sample, file, clip_scores)
 
+    def _means(self, name: str, samples: Sequence[Sample]) -> dict[str, float]:
+        """Return mean scores of clips of a preset."""
+        return self._scores[name].means(
+            samples, trigger_pairs(self.plan.presets[name].prompts, self.plan.trigger_words)
+        )
+
     def _load_rewards(self) -> RewardSet:
         if self._rewards is None:
             self._rewards = RewardSet(self.plan.rewards, on_error="mask")
@@ -335,7 +341,7 @@ class Watch:
             clips = {sample.key: file for sample in samples if (file := ledger.find(sample)) is not None}
             if not clips:  # it was sampled with other prompts
                 continue
-            means, is_best = scores.means(samples), best is not None and manifest == best.manifest
+            means, is_best = self._means(name, samples), best is not None and manifest == best.manifest
             columns.append(Column(step, variant, clips, means, is_best))
             if tracker is not None:
                 tracker.send(name, manifest, step, means, list(clips.values()))
@@ -364,6 +370,9 @@ class Watch:
         for name, scores in self._scores.items():
             samples = self._recorded_samples(name, checkpoint)
             values = scores.values(samples, label)
+            if label.endswith(TRIGGER_GAP):
+                means = self._means(name, samples)
+                values = [means[label]] * len(samples) if label in means else []
             if not samples or len(values) < len(samples):
                 return []
             all_values += values
@@ -376,10 +385,7 @@ class Watch:
             return best
         fault_point("watch.best")
         mark_best(best.path)
-        means = [
-            f"{name} {scores.means(self._recorded_samples(name, best))[label]:.4g}"
-            for name, scores in self._scores.items()
-        ]
+        means = [f"{name} {self._means(name, self._recorded_samples(name, best))[label]:.4g}" for name in self._scores]
         self.say(f"best by {label}: step {best.step} ({', '.join(means)})")
         return best
 

@@ -11,7 +11,7 @@ import re
 import shutil
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,40 @@ def test_each_checkpoint_is_sampled_scored_sent_and_compared_once(
         capsys.readouterr()
         assert refused_command(["watch", trained, "--once", "--best_by", name]) == (2, [("--best_by", kind)])
         assert hint in capsys.readouterr().err
+
+
+def test_prompts_with_and_without_the_trigger_word_are_compared(
+    options: Callable[..., dict], run: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["ZORK a red ball", "a dog, ZORK", "a red ball", "a cat"]
+    root = run(
+        **options(train_steps=2, checkpointing_steps=1, validation_inference_steps=2, id_token="ZORK", lr=0.1),
+        validation_prompts=":::".join(prompts),
+    ).root
+    watch = ["watch", str(root), "--once", "--num", "2", "--no_track", "--best_by"]
+    assert refused_command([*watch, "brightness/trigger_gap", "--prompts", "ZORK a dog:::a cat"])[1] == [
+        ("--best_by", "required")
+    ]
+    capsys.readouterr()
+    assert main([*watch, "brightness/trigger_gap"]) == 0
+    folder, gaps = root / "watch" / "run", []
+    page, out = (folder / "index.html").read_text(), capsys.readouterr().out
+    for step in (1, 2):
+        scores = [
+            [one["scores"]["brightness"] for one in lines(folder / "scores.jsonl")
+             if (one["step"], one["prompt"]) == (step, prompt)]
+            for prompt in prompts
+        ]  # fmt: skip
+        assert [len(of_prompt) for of_prompt in scores] == [2] * 4
+        with_word, without_word = sum(scores[0]) / 2, sum(scores[2]) / 2
+        gaps.append(with_word - without_word)
+        for name, value in (("with", with_word), ("without", without_word)):
+            assert f", brightness/{name}_trigger {value:.4g}" in out
+            assert f"{value:.4g}</td>" in page
+    best = gaps.index(max(gaps)) + 1
+    assert best_checkpoint(root) == root / "checkpoints" / f"step-{best}"
+    assert f"brightness: {max(gaps):.4g} at step {best}" in page
+    assert f"brightness/trigger_gap: step {best} (run {max(gaps):.4g})" in out
 
 
 def server_plan(watch: list[str]) -> Any:
