@@ -76,6 +76,7 @@ INSTEAD = {
     "--checkpointing_steps 10 ": "--checkpointing_steps 1 ",
     "--prompts_per_step 8 --num_generations 8": "--prompts_per_step 2 --num_generations 2",
     "--batch_size 16": "--batch_size 4",
+    "--profile_steps 3:5": "--profile_steps 1:2",
     "--look striped --lora": "--items 2 --look striped --lora",
     "step-500": "step-2",
 }
