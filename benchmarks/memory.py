@@ -47,6 +47,7 @@ from finetrainers.models import common  # noqa: E402
 from finetrainers.models.registry import build_tiny, get_family  # noqa: E402
 from finetrainers.models.spec import Batch, PromptEmbeds, VAEStats, VideoMeta  # noqa: E402
 from finetrainers.optim.factory import create_optimizer  # noqa: E402
+from finetrainers.optim.schedules import Schedule  # noqa: E402
 from finetrainers.plan.block_swap import block_swap  # noqa: E402
 from finetrainers.plan.init_distributed import make_strategy  # noqa: E402
 from finetrainers.plan.preflight import ResolvedRun  # noqa: E402
@@ -215,7 +216,7 @@ class StepTimer:
         )  # fmt: skip
         wrapped.train()
         latent = (2 * spec.latent_channels(network), *self.geometry.latent_shape(*self.size))
-        return Trainer(state, lr_at=lambda step: config.optimizer.lr), _batch(
+        return Trainer(state, Schedule(lambda step: config.optimizer.lr)), _batch(
             self.text, latent, config.dataloader.batch_size, parallel.device
         )
 

@@ -110,7 +110,9 @@ def source_of(clips: list[Clip], parallel: Any) -> Any:
         {"clips": tuple(clips), "buckets": (), "eval_clips": (), "prior": None, "fetch_with": lambda _, fetch: fetch},
     )()
     config = load_config(model_name="ltx_video", pretrained_model_name_or_path="x", batch_size=2, max_bad_share=0.3)
-    spec: Any = SimpleNamespace(name="x", facts=SimpleNamespace(first_frame="none", any_frame=False, media=()))
+    spec: Any = SimpleNamespace(
+        name="x", facts=SimpleNamespace(first_frame="none", any_frame=False, last_frame=False, media=())
+    )
     texts: Any = SimpleNamespace(encode=lambda prompts: None, keys=SimpleNamespace(texts_see_images=False))
     source = TrainingData(
         plan,

@@ -84,6 +84,7 @@ FOREIGN_FLAGS = {
     "minutes", "target",  # of tests.fuzz
     "write", "cards", "clusters", "sharing",  # of benchmarks/memory_seed_table.py and memory_estimate.py
     "layers",  # of benchmarks/quantization_error.py
+    "expnums", "hostfile",  # of published guides
     "follow", "rotation", "show",  # of mypy and the tests
     "logdir", "samples_per_plugin",  # of tensorboard
 }  # fmt: skip

@@ -115,7 +115,7 @@ def test_card_names_base_model_prompts_samples_and_changed_settings_only(tmp_pat
         r"\| peak memory .* \| 12\.35 GiB .*, 13\.50 GiB .* GPU; 3\.00 GiB .* host .*, per process \|", card
     )
     assert label("memory_before_training") not in card
-    assert re.search(r"\| samples \| 50 .* steps, .* guidance, seed 42, 25 fps \|", card)
+    assert re.search(r"\| samples \| 50 .* steps, .* guidance .*, seed 42, 25 fps \|", card)
     assert " clips | step 0 | step 12 | best |\n|---|---|---|---|\n" in card
     assert "|\n| `eval_loss` | 0.5 | 0.25 | 0.125 (step 5) |\n" in card
     assert (

@@ -178,7 +178,9 @@ def test_ranks_wait_for_samples_under_the_limit_of_sampling() -> None:
         parallel=SimpleNamespace(barrier=lambda: told.append("wait")),
     )
     for due, expected in ((False, []), (True, ["sample", "wait"])):
-        sampling: Any = SimpleNamespace(due=lambda _, due=due: due, sample=lambda _: told.append("sample"), scores=None)
+        sampling: Any = SimpleNamespace(
+            due=lambda _, due=due: due, sample=lambda _: told.append("sample") or [], scores=None
+        )
         sampling._sample_and_score = partial(Validation._sample_and_score, sampling)
         Validation.on_step(sampling, state)
         assert told == expected

@@ -69,7 +69,7 @@ AFTER = {
         models/files/hub_help.py: fetch_config 3
         parallel/fsdp.py: FSDP.__init__ 2
         parallel/pulse.py: Pulse.waiting
-        parallel/ranks.py: DistributedContext.raise_if_any_failed, _host_group
+        parallel/ranks.py: _host_group
         parallel/strategy.py: Strategy.__init__ 3
         parallel/zero.py: ZeRO.__init__ 2
         rewards/served.py: ServedReward.score 3
@@ -91,7 +91,7 @@ AFTER = {
         methods/grpo/prompts/source.py: PromptSource._require
         methods/refl.py: RewardGradients._adjoint
         rewards/pixels.py: to_uint8
-        rewards/reward_set.py: RewardSet._raise 2, _Scorer._read, _Scorer._row, _checked_pixels 5
+        rewards/reward_set.py: RewardSet._raise 2, _Scorer._row, _checked_pixels 5
     """,
     "The values of weights and of other large files, which are read when they are loaded.": """
         training/checkpoints/restore.py: _restore_optimizer
@@ -150,12 +150,18 @@ AFTER = {
     """,
     "A mistake of whoever calls the function, which no configuration makes; or a call from Python that is no run.": """
         data/loading/training_data.py: TrainingData._as_neighbors
-        methods/model.py: Model._as_raw 3, Model.encode, Model.predict, Model.rollout, _pixels, _refuse_text
+        methods/model.py: Model._as_raw 3, Model.decode, Model.encode, Model.predict 2, Model.rollout, _encoded,
+            _pixels, _refuse_text
         methods/grpo/rollout/policy.py: RolloutPolicy.__init__ 2, RolloutPolicy.log_probs 2
-        runs/load_model.py: load_model, _check_model 4, batches 2, _encoded_steps
+        runs/load_model.py: load_model, _check_model 4, batches 4, _encoded_steps
         runs/training.py: TrainResult._require_weights, TrainResult.load 3, TrainResult.pipeline
         optim/factory.py: custom_optimizer 2
-        plan/parts.py: _lora_conflicts 2, CustomParts.schedule.rate
+        plan/parts.py: _lora_conflicts 2, _rate_at
+        training/assemble.py: _make_schedule 2
+        training/control.py: Requests.__setattr__ 2
+        methods/base.py: micro_batch_loss
+        methods/sft.py: SFT.sample_means
+        rewards/functions.py: reward_function
         memory/checkpointing.py: _run_keeping_attention
         memory/quantization.py: QuantizedLinear.__getattr__
         methods/registry.py: register_method 2

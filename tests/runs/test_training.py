@@ -192,7 +192,7 @@ UNUSED = (
     "came_pytorch", "datasets", "decord", "matplotlib", "pandas", "prodigyopt", "skvideo", "tensorboard", "torchcodec",
     "trackio", "wandb", "finetrainers.cli", "finetrainers.demo", "finetrainers.methods.dpo.method",
     "finetrainers.methods.grpo.method", "finetrainers.models.cogvideox", "finetrainers.models.hunyuan_video",
-    "finetrainers.parallel.fsdp", "finetrainers.parallel.zero", "finetrainers.rewards",
+    "finetrainers.parallel.fsdp", "finetrainers.parallel.zero", "finetrainers.rewards.registry",
 )  # fmt: skip
 
 #: Notes which package first imports each of the modules named in the arguments.

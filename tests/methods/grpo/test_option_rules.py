@@ -255,6 +255,7 @@ CLIP_OPTIONS = {
     "max_bad_samples": 1, "max_pixels": 10**9, "probe_dir": "x", "max_bad_share": 0.5, "eval_num_items": 1,
     "flow_resolution_shifting": True, "flow_base_seq_len": 10,
     "flow_max_seq_len": 20, "flow_base_shift": 0.1, "flow_max_shift": 0.2, "flow_shift": 2.0,
+    "sample_posterior": False, "repeat_id_token": True,
     "flow_weighting_scheme": "mode", "flow_logit_mean": 0.1, "flow_logit_std": 2.0, "flow_mode_scale": 1.0,
     "loss_weight_max": 2.0, "resolutions": [512], "frame_buckets": [17], "min_ar": 0.6, "max_ar": 3.0,
     "num_ar_buckets": 3,
