@@ -17,9 +17,11 @@ import pytest
 from safetensors.torch import load_file
 
 from finetrainers import Callback, ConfigError, TrainResult, TrainState, load_config, train
+from finetrainers.methods.registry import load_method
 from finetrainers.methods.sft import SFT
 from finetrainers.rundir.find import scan_checkpoints
 from finetrainers.training import control
+from finetrainers.training.trainer import Trainer
 
 OPTIONS = {"clips": 2, "train_steps": 4, "lora_dropout": 0.3, "use_ema": True, "checkpointing_steps": 0}
 
@@ -139,39 +141,51 @@ def test_an_interrupt_saves_what_can_be_saved(
     assert re.search("steps 1 to 2 .*: weights ", caplog.text)
 
 
-def test_an_interrupt_between_rollouts_saves_clips_with_shared_starts(
-    options: Callable[..., dict], tmp_path: Path, host_signals: socket.socket
+@pytest.mark.parametrize("changes", [{"method": "grpo", "selective_rollouts": 0.5}, {"method": "nft"}])
+def test_an_interrupt_within_a_rollout_saves_the_step_before(
+    changes: dict[str, Any],
+    options: Callable[..., dict],
+    tmp_path: Path,
+    host_signals: socket.socket,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Of clips with shared starts, when the older policy has moved or prompts were skipped for the next rollout."""
     values = options(
-        method="grpo", reward=["brightness"], rollout_size="9x64x64", prompts_per_step=1, num_generations=2,
-        batch_size=2, sampling_steps=4, window_size=1, window_range=[0.5, 1.0], train_steps=2, checkpointing_steps=0,
+        reward=["brightness"], rollout_size="9x64x64", prompts_per_step=1, num_generations=2, batch_size=2,
+        sampling_steps=4, window_size=1, window_range=[0.5, 1.0], train_steps=4, checkpointing_steps=0,
+        old_policy_decay=[0.5, 0.0, 0.5], **changes,
     )  # fmt: skip
     del values["data_root"], values["video_resolution_buckets"]
-    straight = train(load_config(**values), prompts=["a ball", "a cube"])
+    prompts = ["a ball", "a cube"]
+    if changes["method"] == "grpo":
+        del values["old_policy_decay"]
+    straight = train(load_config(**values), prompts=prompts)
     values["output_dir"] = str(tmp_path / "interrupted")
-    with pytest.raises(KeyboardInterrupt):
-        train(
-            load_config(**values), prompts=["a ball", "a cube"], handle_signals=False,
-            callbacks=[At(on_log=(1, interrupt))],
-        )  # fmt: skip
-    assert steps_saved(tmp_path / "interrupted") == [1]
-    resumed = train(load_config(**values, resume_from_checkpoint="latest"), prompts=["a ball", "a cube"])
-    assert resumed.weights is not None
-    assert straight.weights is not None
-    expected = load_file(straight.weights)
-    assert all(tensor.equal(expected[name]) for name, tensor in load_file(resumed.weights).items())
+    with monkeypatch.context() as patch:
+        interrupted_loss(patch, load_method(changes["method"]), step=3)
+        with pytest.raises(KeyboardInterrupt):
+            train(load_config(**values), prompts=prompts, handle_signals=False)
+    assert steps_saved(tmp_path / "interrupted") == [2]
+    resumed = train(load_config(**values, resume_from_checkpoint="latest"), prompts=prompts)
+    assert results(resumed) == results(straight)
 
 
-def interrupted_loss(patch: pytest.MonkeyPatch, *, step: int) -> None:
-    """Press Ctrl-C before the loss of a step is computed."""
-    loss, calls = SFT.loss, iter(range(1, 100))
+def interrupted_loss(patch: pytest.MonkeyPatch, method: Any = SFT, *, step: int) -> None:
+    """Press Ctrl-C before a loss of a step is computed."""
+    loss, train_step = method.loss, Trainer.train_step
+    steps: list[int] = []
 
-    def loss_of(method: SFT, transformer: Any, batch: Any) -> Any:
-        if next(calls) == step:
+    def note(trainer: Trainer, *arguments: Any) -> Any:
+        steps.append(trainer.state.step + 1)
+        return train_step(trainer, *arguments)
+
+    def loss_of(self: Any, transformer: Any, batch: Any) -> Any:
+        if steps[-1] == step:
             interrupt()
-        return loss(method, transformer, batch)
+        return loss(self, transformer, batch)
 
-    patch.setattr(SFT, "loss", loss_of)
+    patch.setattr(Trainer, "train_step", note)
+    patch.setattr(method, "loss", loss_of)
 
 
 @pytest.mark.timeout(300)

@@ -40,7 +40,7 @@ class SelectiveRollouts:
         self.streaks = torch.zeros(order.num_prompts, dtype=torch.int32)  # z of every prompt
         self._last_walk: tuple[int, list[int], int] | None = None  # of the rollout that was requested last
         # The rollout that was observed last, with position and streaks before it: an interrupted one is sampled again.
-        self._observed: tuple[int, int | None, torch.Tensor] | None = None
+        self._observed: Mapping[str, Any] = {}
 
     def prompt_indices(self, rollout: int) -> list[int]:
         """Return the indices of the prompts of the coming rollout; the position in the list is the slot."""
@@ -54,7 +54,7 @@ class SelectiveRollouts:
             teaches: one value for every slot, or None if nothing is known, since no clip has a score.
         """
         chosen, after = self._walk(rollout)
-        self._observed = (rollout, self.position, self.streaks.clone())
+        self._observed = {"rollout": rollout, "position": self.position, "streaks": self.streaks.clone()}
         skipped = after - self._start(rollout) - len(chosen)
         for prompt, taught in zip(chosen, teaches, strict=True):
             if taught is not None:
@@ -69,9 +69,9 @@ class SelectiveRollouts:
         """Return the prompts of a rollout, and the position after them."""
         if self._last_walk is not None and self._last_walk[0] == rollout:
             return self._last_walk[1:]
-        if self._observed is not None and self._observed[0] == rollout:
-            _, self.position, self.streaks = self._observed
-            self._observed = None
+        if self._observed.get("rollout") == rollout:
+            self.position, self.streaks = self._observed["position"], self._observed["streaks"]
+            self._observed = {}
         position, count = self._start(rollout), self.order.prompts_per_step
         last = position + max(self.order.num_prompts, count)
         chosen: list[int] = []
@@ -99,8 +99,8 @@ class SelectiveRollouts:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for an exact resume."""
-        before = {} if self._observed is None else {"observed": self._observed}
-        return {"begun": self.walk, "position": self.position, "streaks": self.streaks.clone(), **before}
+        streaks = self.streaks.clone()
+        return {"begun": self.walk, "position": self.position, "streaks": streaks, "observed": self._observed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of `state_dict`, unless it is of other prompts, or of a run that skipped none."""
@@ -108,4 +108,4 @@ class SelectiveRollouts:
         if state.get("begun") == self.walk:
             self.position = state["position"]
             self.streaks = state["streaks"].clone()
-            self._observed = state.get("observed")
+            self._observed = state.get("observed", {})
