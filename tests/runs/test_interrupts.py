@@ -153,7 +153,7 @@ def test_an_interrupt_within_a_rollout_saves_the_step_before(
     values = options(
         reward=["brightness"], rollout_size="9x64x64", prompts_per_step=1, num_generations=2, batch_size=2,
         sampling_steps=4, window_size=1, window_range=[0.5, 1.0], train_steps=4, checkpointing_steps=0,
-        old_policy_decay=[0.5, 0.0, 0.5], **changes,
+        old_policy_decay=[0.0, 1.0, 0.5], **changes,
     )  # fmt: skip
     del values["data_root"], values["video_resolution_buckets"]
     prompts = ["a ball", "a cube"]
