@@ -206,4 +206,4 @@ def test_the_planned_cache_is_the_written_one(
         planned = json.loads(capsys.readouterr().out)["disk"]["cache"]
         written = sum(path.stat().st_size for path in cache.rglob("*.safetensors"))
         # The empty prompt of encoders that see images has no image, and other tokens.
-        assert planned == pytest.approx(written, rel=0.1 if facts.text_sees_image else 0.05)
+        assert planned == pytest.approx(written, rel=0.1 if facts.text_sees_image else 0.06)
